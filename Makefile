@@ -1,0 +1,51 @@
+# Everything a contributor runs. `make demo` and `make test` each set up what they need.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+EXTRAS ?= dev,transformers
+BIN    := $(VENV)/bin
+DEMO   := build/demo.parquet
+
+.PHONY: help setup demo replay test lint kernels docs gate clean
+
+help:
+	@echo 'make demo     set up, replay the stored captures on this machine and print the report'
+	@echo 'make test     set up and run the tests (those that need a GPU run where there is one)'
+	@echo 'make lint     ruff and mypy'
+	@echo 'make kernels  compile every CUDA kernel for sm_90a; needs no GPU'
+	@echo 'make gate     compare the counters of the stored captures with the blessed baseline'
+	@echo 'make docs     rewrite the parts of the documentation that are made from the code'
+
+# torch comes first and alone: the rest then accepts whichever build of it (CPU or CUDA) is there.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV) || { echo 'This Python cannot make a venv; install python3-venv first.'; exit 2; }
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+setup: $(VENV)/.ready
+
+demo replay: setup
+	mkdir -p $(dir $(DEMO))
+	$(BIN)/pwbench replay --out $(DEMO)
+	$(BIN)/pwbench report $(DEMO)
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+kernels: setup
+	$(BIN)/python -m pwbench.kernels
+
+gate: setup
+	$(BIN)/pwbench gate
+
+docs: setup
+	$(BIN)/python scripts/docs.py
+
+clean:
+	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache
