@@ -59,8 +59,8 @@ def find() -> Compiler:
     if library:
         return Compiler("nvrtc", _nvrtc_version(library), _run_nvrtc)
     raise MeasurementError(
-        f"No CUDA compiler was found{f' as PWBENCH_COMPILER={wanted} asks' if wanted else ''}: nvcc is neither on "
-        "PATH nor under CUDA_HOME and libnvrtc cannot be loaded. Install one: pip install nvidia-cuda-nvrtc."
+        f"No CUDA compiler was found{f' as PWBENCH_COMPILER={wanted} asks' if wanted else ''}: nvcc is neither "
+        "on PATH nor under CUDA_HOME and libnvrtc cannot be loaded. Install one: pip install nvidia-cuda-nvrtc."
     )
 
 
@@ -159,7 +159,8 @@ def _run_nvrtc(source: Path, options: Sequence[str], cubin: Path) -> str:
         ),
     )
     try:
-        flags = [f"-arch={ARCH}", "--ptxas-options=-v", f"-I{source.parent}", *FLAGS, *options]
+        folders = [f"-I{folder}" for folder in (source.parent, *include_folders())]
+        flags = [f"-arch={ARCH}", "--ptxas-options=-v", *FLAGS, *folders, *options]
         failed = library.nvrtcCompileProgram(
             program, len(flags), (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         )

@@ -1,7 +1,7 @@
 """CUDA sources to loaded kernels: compile for sm_90a, cache on disk, load through CuPy.
 
     compiled = compile("attention.cu", {"ACCURATE": 1})     # anywhere, without a GPU
-    module = load("attention.cu", {"ACCURATE": 1})          # a cupy.RawModule, on a GPU of compute capability 9.0
+    module = load("attention.cu", {"ACCURATE": 1})          # a cupy.RawModule, on an sm_90 GPU
 
 The cubin is made here rather than by CuPy, because CuPy asks NVRTC for ``sm_90`` where the kernels
 need ``sm_90a``. A cache entry is a directory named by the hash of everything the cubin depends on;
@@ -21,7 +21,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,10 @@ def _key(path: Path, options: list[str], compiler: str) -> str:
 
 
 def _with_headers(path: Path) -> list[Path]:
-    """The source and every header of ours it includes, each once; the compiler's headers come with its version."""
+    """The source and every header of ours it includes, each once.
+
+    The compiler's own headers come with its version, which the key holds too.
+    """
     found, waiting = [], [path]
     while waiting:
         file = waiting.pop()
@@ -294,7 +297,7 @@ def require_gpu(device: Any = None) -> None:
     if (major, minor) != (9, 0):
         name = torch.cuda.get_device_name(device)
         raise MeasurementError(
-            f"{name} has compute capability {major}.{minor}; the kernels are built for 9.0 (H100, H200) alone."
+            f"{name} has compute capability {major}.{minor}; the kernels run on 9.0 (H100, H200) alone."
         )
     try:
         import cupy  # noqa: F401
@@ -316,7 +319,7 @@ def load(source: str, defines: Defines | None = None) -> Any:
     return _load(str(compile(source, defines).cubin), torch.cuda.current_device())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(cubin: str, device: int) -> Any:
     import cupy
 
@@ -339,7 +342,8 @@ def get(source: str, name: str, defines: Defines | None = None, *, shared: int =
         limit = _shared_limit()
         if shared > limit:
             raise MeasurementError(
-                f"{name} of {source} needs {shared} bytes of dynamic shared memory, this GPU gives a block {limit}."
+                f"{name} of {source} needs {shared} bytes of dynamic shared memory, "
+                f"this GPU gives a block {limit}."
             )
     try:
         function = module.get_function(name)

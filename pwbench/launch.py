@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,13 @@ _SCALARS = {
 }
 
 
+_DECLARATION = re.compile(
+    r"(?:const\s+)?([\w:]+(?:\s+[\w:]+)*?)\s*"  # type
+    r"((?:\*\s*(?:const|__restrict__)?\s*)*)"  # pointers
+    r"(\w+(?:\s*,\s*\*?\s*\w+)*)"  # names
+)
+
+
 # Params structs -------------------------------------------------------------------------------
 
 
@@ -59,8 +66,7 @@ def struct_fields(text: str, name: str) -> list[tuple[str, str]]:
         raise MeasurementError(f"No struct {name} is defined in the CUDA source.")
     fields = []
     for statement in filter(None, (part.strip() for part in found[1].split(";"))):
-        declared = re.fullmatch(r"(?:const\s+)?([\w:]+(?:\s+[\w:]+)*?)\s*((?:\*\s*(?:const|__restrict__)?\s*)*)"
-                                r"(\w+(?:\s*,\s*\*?\s*\w+)*)", statement)  # fmt: skip
+        declared = _DECLARATION.fullmatch(statement)
         if not declared:
             raise MeasurementError(f"struct {name} holds {statement!r}, expected scalars and pointers only.")
         base = re.sub(r"\bconst\b", "", declared[1]).strip()
@@ -85,7 +91,7 @@ def params_dtype(source: str, name: str) -> np.dtype:
     return _params_dtype(source_path(source), name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _params_dtype(path: Path, name: str) -> np.dtype:
     return np.dtype(struct_fields(path.read_text(), name), align=True)
 
