@@ -29,6 +29,25 @@ _BUILT_IN_HEADERS = {b"cstdint": _INTEGERS, b"stdint.h": _INTEGERS, b"cstddef": 
 
 
 @dataclass(frozen=True)
+class Entry:
+    """What ptxas gave one entry function.
+
+    Attributes:
+        name: the symbol, as `load` finds it.
+        registers: per thread.
+        stack, spill_stores, spill_loads: bytes per thread.
+        shared: bytes of static shared memory (dynamic shared memory is the launch's).
+    """
+
+    name: str
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+
+
+@dataclass(frozen=True)
 class Compiler:
     """A compiler that can be run here.
 
@@ -59,8 +78,8 @@ def find() -> Compiler:
     if library:
         return Compiler("nvrtc", _nvrtc_version(library), _run_nvrtc)
     raise MeasurementError(
-        f"No CUDA compiler was found{f' as PWBENCH_COMPILER={wanted} asks' if wanted else ''}: nvcc is neither "
-        "on PATH nor under CUDA_HOME and libnvrtc cannot be loaded. Install one: pip install nvidia-cuda-nvrtc."
+        f"No CUDA compiler was found{f' as PWBENCH_COMPILER={wanted} asks' if wanted else ''}: nvcc is not on "
+        "PATH or under CUDA_HOME, libnvrtc cannot be loaded. Install one: pip install nvidia-cuda-nvrtc."
     )
 
 
@@ -185,3 +204,28 @@ def _check(library: ctypes.CDLL, status: int) -> None:
     if status:
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         raise MeasurementError(f"NVRTC failed: {library.nvrtcGetErrorString(status).decode()}.")
+
+
+# Logs -----------------------------------------------------------------------------------------
+
+
+def parse_log(log: str) -> list[Entry]:
+    """The resources that ``ptxas -v`` reports, one `Entry` per entry function."""
+    entries = []
+    for part in re.split(r"(?=Compiling entry function ')", log)[1:]:
+        name = re.match(r"Compiling entry function '([^']+)'", part)
+        used = re.search(r"Used (\d+) registers", part)
+        if not name or not used:
+            continue
+        properties = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
+        )
+        stack, stores, loads = map(int, properties.groups()) if properties else (0, 0, 0)
+        shared = re.search(r"Used \d+ registers.*?(\d+) bytes smem", part)
+        entries.append(Entry(name[1], int(used[1]), stack, stores, loads, int(shared[1]) if shared else 0))
+    return entries
+
+
+def warnings(log: str) -> list[str]:
+    telling = re.compile(r"wgmma.*serializ|Performance Loss|\bwarning\b|C75\d\d", re.I)
+    return list(dict.fromkeys(line.strip() for line in log.splitlines() if telling.search(line)))

@@ -28,6 +28,7 @@ from typing import Any
 from filelock import FileLock
 
 from pwbench import _compilers
+from pwbench._compilers import Entry
 from pwbench.errors import MeasurementError
 from pwbench.launch import Kernel, Launch, pack, params_dtype, struct_fields, tensor_map
 
@@ -55,25 +56,6 @@ __all__ = [
 Defines = Mapping[str, int | str]
 MAX_SHARED = 232_448
 """Bytes of shared memory that one block may opt in to on compute capability 9.0."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What ptxas gave one entry function.
-
-    Attributes:
-        name: the symbol, as `load` finds it.
-        registers: per thread.
-        stack, spill_stores, spill_loads: bytes per thread.
-        shared: bytes of static shared memory (dynamic shared memory is the launch's).
-    """
-
-    name: str
-    registers: int
-    stack: int
-    spill_stores: int
-    spill_loads: int
-    shared: int
 
 
 @dataclass(frozen=True)
@@ -125,9 +107,8 @@ def source_dir() -> Path:
     """
     package = Path(__file__).resolve().parent
     override = os.environ.get("PWBENCH_KERNELS")
-    candidates = (
-        [Path(override)] if override else [package.parent / "kernels/sm90", package / "_kernels/sm90"]
-    )
+    usual = [package.parent / "kernels/sm90", package / "_kernels/sm90"]
+    candidates = [Path(override)] if override else usual
     for folder in candidates:
         if folder.is_dir():
             return folder
@@ -229,15 +210,9 @@ def _with_headers(path: Path) -> list[Path]:
 def _build(compiler: _compilers.Compiler, path: Path, options: list[str], place: Path) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
-        includes = (
-            [f"-I{folder}" for folder in _compilers.include_folders()] if compiler.name == "nvrtc" else []
-        )
-        log = compiler.run(path, [*options, *includes], partial / "kernel.cubin")
-        built = {
-            "entries": [asdict(entry) for entry in parse_log(log)],
-            "warnings": _warnings(log),
-            "log": log,
-        }
+        log = compiler.run(path, options, partial / "kernel.cubin")
+        entries = [asdict(entry) for entry in _compilers.parse_log(log)]
+        built = {"entries": entries, "warnings": _compilers.warnings(log), "log": log}
         (partial / "build.json").write_text(json.dumps(built))
         for name in ("kernel.cubin", "build.json", "."):
             _sync(partial / name)
@@ -253,28 +228,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def parse_log(log: str) -> list[Entry]:
-    """The resources that ``ptxas -v`` reports, one `Entry` per entry function."""
-    entries = []
-    for part in re.split(r"(?=Compiling entry function ')", log)[1:]:
-        name = re.match(r"Compiling entry function '([^']+)'", part)
-        used = re.search(r"Used (\d+) registers", part)
-        if not name or not used:
-            continue
-        properties = re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
-        )
-        stack, stores, loads = map(int, properties.groups()) if properties else (0, 0, 0)
-        shared = re.search(r"Used \d+ registers.*?(\d+) bytes smem", part)
-        entries.append(Entry(name[1], int(used[1]), stack, stores, loads, int(shared[1]) if shared else 0))
-    return entries
-
-
-def _warnings(log: str) -> list[str]:
-    telling = re.compile(r"wgmma.*serializ|Performance Loss|\bwarning\b|C75\d\d", re.I)
-    return list(dict.fromkeys(line.strip() for line in log.splitlines() if telling.search(line)))
 
 
 # Loading --------------------------------------------------------------------------------------
