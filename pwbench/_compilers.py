@@ -78,8 +78,8 @@ def find() -> Compiler:
     if library:
         return Compiler("nvrtc", _nvrtc_version(library), _run_nvrtc)
     raise MeasurementError(
-        f"No CUDA compiler was found{f' as PWBENCH_COMPILER={wanted} asks' if wanted else ''}: nvcc is not on "
-        "PATH or under CUDA_HOME, libnvrtc cannot be loaded. Install one: pip install nvidia-cuda-nvrtc."
+        f"No CUDA compiler was found{f' as PWBENCH_COMPILER={wanted} asks' if wanted else ''}: no nvcc on "
+        "PATH or under CUDA_HOME, and libnvrtc cannot be loaded. Install one: pip install nvidia-cuda-nvrtc."
     )
 
 
