@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -118,7 +118,7 @@ def progress(description: str, total: float | None) -> Iterator[Task]:
 
 def track(items: Iterable[Any], description: str, total: float | None = None) -> Iterator[Any]:
     """Iterate over ``items`` with a progress bar."""
-    if total is None and hasattr(items, "__len__"):
+    if total is None and isinstance(items, Sized):
         total = len(items)
     with progress(description, total) as task:
         for item in items:
@@ -155,7 +155,9 @@ def guarded(ctx: click.Context, call: Callable[..., Any], *args: Any, **kwargs: 
     except PwbenchError as error:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        kept = ctx.find_root().meta.get(_RESUME, "Nothing was written; run the same command again to start over.")
+        kept = ctx.find_root().meta.get(
+            _RESUME, "Nothing was written; run the same command again to start over."
+        )
         fail(f"interrupted. {kept}", INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output (``| head``) went away. Point stdout elsewhere so that the
@@ -171,7 +173,7 @@ def _os_error(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"the disk is full{where}. What had been finished before is whole; free some space (or point "
-            "--out, TMPDIR or PWBENCH_CACHE_DIR at another disk) and run the same command again."
+            "--out, TMPDIR or PWBENCH_CACHE at another disk) and run the same command again."
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission to use {error.filename or 'a file'} ({error.strerror}); choose another path."
