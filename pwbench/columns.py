@@ -118,7 +118,7 @@ def column_dictionary() -> str:
     lines = [
         "# Columns of a results file",
         "",
-        "Generated from the descriptions in `pwbench/columns.py` by `pwbench report --columns`; the same text",
+        "Generated from the descriptions in `pwbench/columns.py`; the same text",
         "is in the metadata of every results file. `pwbench.load_results()` gives these columns as a pandas",
         "DataFrame, one row per result.",
     ]
