@@ -1,0 +1,49 @@
+"""The union variants: one walk over each group's pages, differing in how the groups come about."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from pwbench.operator import SparsePrefillCall
+from pwbench.variants import _union_cpu
+from pwbench.variants._base import Options, Prepared, Variant
+
+Order = Literal["original", "online", "precomputed"]
+"""Where the execution order comes from: the rows as they are, a search inside the timed call, or the
+same search done beforehand, outside it."""
+
+
+class UnionVariant(Variant):
+    """A page walk over groups: in float32 on the CPU, by the CUDA kernels on a Hopper GPU."""
+
+    precisions = ("fast", "accurate")
+
+    def __init__(self, name: str, summary: str, order: Order, cpu_group: int = 8) -> None:
+        self.name = name
+        self.summary = summary
+        self.order: Order = order
+        self.cpu_group = cpu_group
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if device.type == "cpu":
+            return None
+        if device.type != "cuda":
+            return f"{self.name} runs on cpu and cuda devices, not on {device.type}."
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} sees no CUDA device; pwbench doctor says what is missing."
+        capability = torch.cuda.get_device_capability(device)
+        if capability != (9, 0):
+            return f"The device has compute capability {capability[0]}.{capability[1]}, the kernels need 9.0."
+        if find_spec("cupy") is None:
+            return "CuPy is not installed: pip install 'pwbench[cuda13]', or [cuda12] for a CUDA 12 driver."
+        return None
+
+    def prepare(self, call: SparsePrefillCall, options: Options) -> Prepared:
+        if call.device.type == "cuda":
+            from pwbench.variants import _union_gpu  # needs CuPy and a driver
+
+            return _union_gpu.prepare(call, options, name=self.name, order=self.order)
+        return _union_cpu.prepare(call, options, order=self.order, group=self.cpu_group)
