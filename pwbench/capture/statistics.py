@@ -1,0 +1,38 @@
+"""Union sizes of a call's selections: how many distinct pages groups of neighbouring queries need."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pwbench.capture.format import Tables
+from pwbench.operator import INVALID
+
+
+def union_sizes(tables: Tables, group: int, order: np.ndarray | None = None) -> np.ndarray:
+    """|U_G| of every group of ``group`` consecutive slots.
+
+    Args:
+        tables: the call's selections.
+        group: queries per group; a request's last group may be short.
+        order: slot -> query row, ``[Hkv, total_q]``; None is the original order.
+
+    Returns:
+        int64 sizes, KV head by KV head, request by request.
+    """
+    bounds = tables.cu_seqlens_q.astype(np.int64)
+    lengths = np.diff(bounds)
+    groups_of = -(-lengths // group)
+    first_group = np.cumsum(groups_of) - groups_of
+    slot = np.arange(bounds[-1])
+    request = np.repeat(np.arange(len(lengths)), lengths)
+    group_of = first_group[request] + (slot - bounds[:-1][request]) // group
+    total_groups = int(groups_of.sum())
+    width = int(tables.pages.max(initial=-1)) + 2
+    sizes = []
+    for head in range(tables.kv_heads):
+        pages = tables.pages[head] if order is None else tables.pages[head][order[head]]
+        seen = np.zeros((total_groups, width), dtype=bool)
+        # The padding id -1 lands in the last column, which is left out of the count.
+        seen[group_of[:, None], np.where(pages == INVALID, width - 1, pages)] = True
+        sizes.append(seen[:, :-1].sum(axis=1))
+    return np.concatenate(sizes) if sizes else np.zeros(0, dtype=np.int64)
