@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pwbench.grouping import SUBGROUP, check_order, prepare_unions
-from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, SparsePrefillCall, request_of_rows
+from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, SparsePrefillCall, visible_tokens
 
 PAGE_BYTES = PAGE * 2 * HEAD_DIM
 """Bytes of one K|V page of one KV head in FP8: 32768."""
@@ -58,9 +58,7 @@ def count(call: SparsePrefillCall, supports: np.ndarray, order: np.ndarray, grou
 
 def _visible_keys(call: SparsePrefillCall, supports: np.ndarray) -> int:
     """Sum of |A_i| over rows and KV heads."""
-    request = request_of_rows(call.cu_seqlens_q.cpu().numpy())
-    length = call.seq_lens.cpu().numpy().astype(np.int64)[request]
-    visible = np.minimum(length, call.positions.cpu().numpy().astype(np.int64) + 1)
+    visible = visible_tokens(call)
     begin = supports.astype(np.int64) * PAGE
     keys = np.clip(visible[None, :, None] - begin, 0, PAGE)
     return int(keys[supports >= 0].sum())

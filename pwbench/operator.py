@@ -15,6 +15,7 @@ and exactly zero when A_i is empty (``k_t`` and ``v_t`` are the stored FP8 value
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -140,18 +141,26 @@ class SparsePrefillCall:
             f"positions has {self.positions.shape[0]} rows, expected one per query = {self.total_q}",
         )
         self._check_kv()
+        self._check_devices()
         self._check_requests()
         for name in ("softmax_scale", "k_scale", "v_scale"):
             value = getattr(self, name)
             _expect(
-                bool(np.isfinite(value)) and value > 0, f"{name} is {value}, expected a positive finite number"
+                isinstance(value, Real) and bool(np.isfinite(float(value))) and value > 0,
+                f"{name} is {value}, expected a positive finite number",
             )
         return self
 
     def _check_kv(self) -> None:
-        last = 2 * HEAD_DIM if isinstance(self.kv, torch.Tensor) else HEAD_DIM
-        parts = (self.kv,) if isinstance(self.kv, torch.Tensor) else self.kv
-        for name, part in zip(("kv",) if len(parts) == 1 else ("k", "v"), parts, strict=True):
+        names: tuple[str, ...]
+        parts: tuple[torch.Tensor, ...]
+        if isinstance(self.kv, torch.Tensor):
+            last, names, parts = 2 * HEAD_DIM, ("kv",), (self.kv,)
+        else:
+            pair = isinstance(self.kv, tuple) and len(self.kv) == 2
+            _expect(pair, f"kv is a {type(self.kv).__name__}, expected one tensor or a pair (k, v)")
+            last, names, parts = HEAD_DIM, ("k", "v"), self.kv
+        for name, part in zip(names, parts, strict=True):
             _check_tensor(name, part, torch.float8_e4m3fn, 4)
             _expect(
                 tuple(part.shape[1:]) == (self.kv_heads, PAGE, last),
@@ -160,6 +169,11 @@ class SparsePrefillCall:
         _expect(
             parts[0].shape == parts[-1].shape, f"k is {list(parts[0].shape)} but v is {list(parts[-1].shape)}"
         )
+
+    def _check_devices(self) -> None:
+        for name in ("k", "v", "topk", "page_table", "cu_seqlens_q", "seq_lens", "positions"):
+            device = getattr(self, name).device
+            _expect(device == self.device, f"{name} is on {device}, expected {self.device} as q")
 
     def _check_requests(self) -> None:
         bounds, lengths = self.cu_seqlens_q.tolist(), self.seq_lens.tolist()
@@ -180,18 +194,22 @@ class SparsePrefillCall:
         table = self.page_table.cpu().numpy()
         for request, length in enumerate(lengths):
             begin, end = bounds[request], bounds[request + 1]
-            _expect(begin <= end, f"cu_seqlens_q falls from {begin} to {end} at request {request}, expected rising")
+            _expect(
+                begin <= end,
+                f"cu_seqlens_q falls from {begin} to {end} at request {request}, expected rising",
+            )
             _expect(length >= 0, f"seq_lens[{request}] is {length}, expected at least 0")
             needed = -(-length // PAGE)
             _expect(
                 needed <= table.shape[1],
-                f"request {request} needs {needed} pages for {length} tokens, page_table holds {table.shape[1]}",
+                f"request {request} needs {needed} pages for {length} tokens, "
+                f"page_table has room for {table.shape[1]}",
             )
             used = table[request, :needed]
             bad = used[(used < 0) | (used >= pages)]
             _expect(
                 bad.size == 0,
-                f"page_table of request {request} names page {bad[0] if bad.size else 0}, expected 0 to {pages - 1}",
+                f"page_table of request {request} names pages {bad[:3].tolist()}, expected 0 to {pages - 1}",
             )
         if self.total_q:
             lowest = int(self.positions.min())
@@ -223,10 +241,14 @@ def supports(call: SparsePrefillCall) -> tuple[np.ndarray, np.ndarray]:
         ``(pages, counts)``: logical ids ascending, distinct, visible, -1 last,
         ``[Hkv, total_q, TOPK]`` int32, and how many there are, ``[Hkv, total_q]`` int32.
     """
+    return visible_supports(call.topk.cpu().numpy(), visible_tokens(call))
+
+
+def visible_tokens(call: SparsePrefillCall) -> np.ndarray:
+    """Leading tokens that each query row may see at all, min(L, c + 1), ``[total_q]`` int64."""
     request = request_of_rows(call.cu_seqlens_q.cpu().numpy())
     length = call.seq_lens.cpu().numpy().astype(np.int64)[request]
-    visible = np.minimum(length, call.positions.cpu().numpy().astype(np.int64) + 1)
-    return visible_supports(call.topk.cpu().numpy(), visible)
+    return np.minimum(length, call.positions.cpu().numpy().astype(np.int64) + 1)
 
 
 def visible_supports(topk: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

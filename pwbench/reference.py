@@ -19,6 +19,7 @@ from pwbench.operator import (
     SparsePrefillCall,
     request_of_rows,
     supports,
+    visible_tokens,
 )
 
 _BATCH_BYTES = {"cpu": 16 << 20, "cuda": 2 << 30}
@@ -60,10 +61,8 @@ def attend(
     """
     chosen = _checked_rows(rows, call.total_q)
     pages, counts = supports(call)
-    bounds = call.cu_seqlens_q.cpu().numpy()
-    request = request_of_rows(bounds)[chosen]
-    length = call.seq_lens.cpu().numpy().astype(np.int64)[request]
-    visible = np.minimum(length, call.positions.cpu().numpy().astype(np.int64)[chosen] + 1)
+    request = request_of_rows(call.cu_seqlens_q.cpu().numpy())[chosen]
+    visible = visible_tokens(call)[chosen]
     table = call.page_table.cpu().numpy()
 
     out = torch.zeros((len(chosen), call.q_heads, HEAD_DIM), dtype=dtype, device=call.device)

@@ -16,6 +16,15 @@ Order = Literal["original", "online", "precomputed"]
 same search done beforehand, outside it."""
 
 
+def cuda_missing(device: torch.device) -> str | None:
+    """Why torch cannot use ``device``, or None: the CPU always, CUDA where torch sees one."""
+    if device.type not in ("cpu", "cuda"):
+        return f"pwbench runs on cpu and cuda devices, not on {device.type}."
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device; pwbench doctor says what is missing."
+    return None
+
+
 class UnionVariant(Variant):
     """A page walk over groups: in float32 on the CPU, by the CUDA kernels on a Hopper GPU."""
 
@@ -28,12 +37,10 @@ class UnionVariant(Variant):
         self.cpu_group = cpu_group
 
     def unavailable(self, device: torch.device) -> str | None:
+        if missing := cuda_missing(device):
+            return missing
         if device.type == "cpu":
             return None
-        if device.type != "cuda":
-            return f"{self.name} runs on cpu and cuda devices, not on {device.type}."
-        if not torch.cuda.is_available():
-            return f"torch {torch.__version__} sees no CUDA device; pwbench doctor says what is missing."
         capability = torch.cuda.get_device_capability(device)
         if capability != (9, 0):
             return f"The device has compute capability {capability[0]}.{capability[1]}, the kernels need 9.0."

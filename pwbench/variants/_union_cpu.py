@@ -13,7 +13,15 @@ import numpy as np
 import torch
 
 from pwbench.grouping import Unions, identity_order, prepare_unions, regroup
-from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, SparsePrefillCall, request_of_rows, supports
+from pwbench.operator import (
+    GROUP_HEADS,
+    HEAD_DIM,
+    PAGE,
+    SparsePrefillCall,
+    request_of_rows,
+    supports,
+    visible_tokens,
+)
 from pwbench.variants._base import Options, Prepared, Stage
 
 _ROWS_AT_ONCE = 2048
@@ -178,13 +186,6 @@ def _walk(job: _HeadJob, part: slice, out: torch.Tensor) -> None:
     total *= job.v_scale / torch.where(weight == 0, 1.0, weight)
     heads = slice(job.head * GROUP_HEADS, (job.head + 1) * GROUP_HEADS)
     out[rows[filled], heads] = total.view(groups, slots, GROUP_HEADS, HEAD_DIM)[filled]
-
-
-def visible_tokens(call: SparsePrefillCall) -> np.ndarray:
-    """Leading tokens that each query row may see, min(L, c + 1), ``[total_q]`` int64."""
-    request = request_of_rows(call.cu_seqlens_q.cpu().numpy())
-    length = call.seq_lens.cpu().numpy().astype(np.int64)[request]
-    return np.minimum(length, call.positions.cpu().numpy().astype(np.int64) + 1)
 
 
 def float_pages(

@@ -12,9 +12,11 @@ from pwbench.operator import (
     SparsePrefillCall,
     request_of_rows,
     supports,
+    visible_tokens,
 )
 from pwbench.variants._base import Options, Prepared, Stage, Variant
-from pwbench.variants._union_cpu import float_pages, visible_tokens
+from pwbench.variants._union import cuda_missing
+from pwbench.variants._union_cpu import float_pages
 
 _ROWS_AT_ONCE = {"cpu": 4, "cuda": 512}
 """Rows gathered together: a few MiB of a CPU's cache, enough to fill a GPU."""
@@ -24,6 +26,9 @@ class Reference(Variant):
     name = "reference"
     summary = "per query, float32, plain torch; on any device"
     precisions = ("fast", "accurate")
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return cuda_missing(device)
 
     def prepare(self, call: SparsePrefillCall, options: Options) -> Prepared:
         on_cpu = call.device.type == "cpu"
