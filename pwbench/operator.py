@@ -146,7 +146,7 @@ class SparsePrefillCall:
         for name in ("softmax_scale", "k_scale", "v_scale"):
             value = getattr(self, name)
             _expect(
-                isinstance(value, Real) and bool(np.isfinite(float(value))) and value > 0,
+                isinstance(value, Real) and 0 < float(value) < float("inf"),
                 f"{name} is {value}, expected a positive finite number",
             )
         return self
