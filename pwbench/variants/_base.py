@@ -48,6 +48,8 @@ class Prepared:
         query_ids: the permutation the last run used, ``[Hkv, total_q]`` int32; None = original order.
         group: queries that share one page list (8 for union8, 1 where nothing is shared).
         details: facts for the result row, such as the peer's version and which of its kernels ran.
+        counters: counters of the result row, for a variant that does not work by groups of an
+            execution order; None = those of `pwbench.counters.count` for its order and group.
     """
 
     run: Callable[[], None]
@@ -57,6 +59,7 @@ class Prepared:
     group: int = 1
     graphable: bool = True
     details: dict[str, str] = field(default_factory=dict)
+    counters: Callable[[], dict[str, float]] | None = None
 
 
 class Variant(ABC):

@@ -1,0 +1,93 @@
+"""The direct KV-page union: every page meets all rows that selected it, partial outputs are merged."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from pwbench.operator import SparsePrefillCall, supports
+from pwbench.page_plan import (
+    ROW_BYTES,
+    WORKSPACE_BYTES,
+    chunk_rows_for,
+    counters,
+    list_queries,
+    tiles_per_load_for,
+)
+from pwbench.variants._base import Options, Prepared, Stage, Variant
+from pwbench.variants._page_union_cpu import PageWalk
+from pwbench.variants._union import cuda_missing
+
+
+class PageUnion(Variant):
+    """Work organised by KV page: page lists, partial outputs per (row, page), a reduction per row.
+
+    Args:
+        workspace_bytes: limit of the partial outputs held at once. A call that needs more runs in
+            chunks of rows, each attended and reduced before the next one reuses the workspace.
+    """
+
+    name = "page-union"
+    summary = "each page once for all rows that selected it, then a reduction of partial outputs"
+    precisions = ("fast",)
+
+    def __init__(self, workspace_bytes: int = WORKSPACE_BYTES) -> None:
+        self.workspace_bytes = workspace_bytes
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if missing := cuda_missing(device):
+            return missing
+        if device.type == "cpu":
+            return None
+        capability = torch.cuda.get_device_capability(device)
+        if capability != (9, 0):
+            return f"The device has compute capability {capability[0]}.{capability[1]}, the kernels need 9.0."
+        if find_spec("cupy") is None:
+            return "CuPy is not installed: pip install 'pwbench[cuda13]', or [cuda12] for a CUDA 12 driver."
+        return None
+
+    def prepare(self, call: SparsePrefillCall, options: Options) -> Prepared:
+        chunk_rows = chunk_rows_for(call.total_q, call.kv_heads, self.workspace_bytes)
+        tiles_per_load = tiles_per_load_for(chunk_rows, call.kv_heads)
+        walk: PageWalk
+        if call.device.type == "cuda":
+            from pwbench.variants import _page_union_gpu  # needs CuPy and a driver
+
+            walk = _page_union_gpu.prepare(call, chunk_rows, tiles_per_load)
+        else:
+            walk = PageWalk(call, chunk_rows)
+        stages = [Stage("search", _nothing), Stage("metadata", walk.metadata)]
+        for chunk in range(walk.chunks):
+            stages.append(Stage("attention", lambda chunk=chunk: walk.attention(chunk)))
+            stages.append(Stage("reduction", lambda chunk=chunk: walk.reduction(chunk)))
+
+        def run() -> None:
+            for stage in stages[1:]:
+                stage.run()
+
+        def count() -> dict[str, float]:
+            pages, _ = supports(call)
+            lists = list_queries(pages, call.cu_seqlens_q.cpu().numpy(), chunk_rows)
+            return counters(call, pages, lists, tiles_per_load)
+
+        workspace = ROW_BYTES * chunk_rows * call.kv_heads
+        return Prepared(
+            run=run,
+            stages=stages,
+            out=walk.out,
+            group=1,
+            graphable=call.device.type == "cuda",
+            details={
+                "peer": f"{walk.chunks} chunks of {chunk_rows} rows, {workspace >> 20} MiB of partial outputs, "
+                f"up to {tiles_per_load} tiles a page load",
+            },
+            counters=count,
+        )
+
+
+def _nothing() -> None:
+    """Page lists need no search: there is no order to choose."""
+
+
+VARIANT = PageUnion()
