@@ -1,0 +1,227 @@
+"""What a replay will measure: its settings, the captures it may use and what is already done."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from pwbench import capture as captures_
+from pwbench import device, variants
+from pwbench.errors import CaptureError, InputError
+from pwbench.results import Row
+
+BASELINE = "flashinfer"
+"""Enters twice in every session (the A/A pair), when it runs; else the first variant that does."""
+SAMPLES = {"cuda": 50, "cpu": 3}
+CHECK_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a replay measures and how.
+
+    Attributes:
+        device: where it runs.
+        precision: ``fast`` or ``accurate``; a variant that has only one runs in that one.
+        window: query positions of a regroup window, 64 or 128.
+        samples: of the complete call; None = 50 on a GPU, 3 on the CPU.
+        modes: of ``graph`` and ``eager``; empty = graph on a GPU, eager on the CPU.
+        l2: of ``cold`` and ``warm``.
+        tensors: ``auto``, ``stored`` or ``seeded``.
+        baseline: the variant whose A/A pair gives the noise floor.
+        check_rows: output rows compared with the reference; all where there are no more.
+        seed: of the sampling order and of the rows that are checked.
+        save_outputs: folder for the outputs and permutations, or None.
+    """
+
+    device: torch.device
+    precision: str = "fast"
+    window: int = 128
+    samples: int | None = None
+    modes: tuple[str, ...] = ()
+    l2: tuple[str, ...] = ("cold",)
+    tensors: str = "auto"
+    baseline: str = BASELINE
+    check_rows: int = CHECK_ROWS
+    seed: int = 0
+    save_outputs: Path | None = None
+
+    def __post_init__(self) -> None:
+        kind = self.device.type
+        object.__setattr__(self, "samples", SAMPLES[kind] if self.samples is None else self.samples)
+        object.__setattr__(self, "modes", self.modes or (("graph",) if kind == "cuda" else ("eager",)))
+        if kind == "cpu" and "graph" in self.modes:
+            raise InputError("Mode graph needs a CUDA device; on the CPU use --mode eager.")
+        for name, value, allowed in (
+            ("precision", self.precision, ("fast", "accurate")),
+            ("window", self.window, (64, 128)),
+        ):
+            if value not in allowed:
+                raise InputError(f"{name} is {value!r}, expected {' or '.join(map(str, allowed))}.")
+        for name, least in (("samples", 1), ("check_rows", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} is {getattr(self, name)}, expected at least {least}.")
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of one capture over all modes and L2 states."""
+        return (self.samples or 0) * len(self.modes) * len(self.l2)
+
+    def precision_of(self, name: str) -> str:
+        offered = variants.get(name).precisions
+        return self.precision if self.precision in offered or len(offered) != 1 else offered[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a replay will do.
+
+    Attributes:
+        settings: how.
+        work: each capture and the variants it still needs.
+        unavailable: variants that cannot run here and why.
+        done: captures whose rows the results file already holds.
+    """
+
+    settings: Settings
+    work: list[tuple[captures_.Capture, list[str]]]
+    unavailable: dict[str, str]
+    done: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Units of progress that `run` will report."""
+        return sum(len(names) * (1 + self.settings.rounds) for _, names in self.work)
+
+
+def plan(
+    paths: Sequence[str | Path],
+    names: Sequence[str],
+    settings: Settings,
+    existing: Sequence[Row] = (),
+) -> Plan:
+    """Decide what to run. Every capture is verified now, before anything is measured.
+
+    Args:
+        paths: captures, or folders of them; none = all under ``captures/``.
+        names: variants; none = every one that can run on the device.
+        existing: rows of the results file: what they cover is not measured again.
+
+    Raises:
+        CaptureError: a capture fails verification.
+        InputError: an unknown variant, or two captures whose saved outputs would overwrite each other.
+    """
+    unavailable = {}
+    for name in names or variants.names():
+        reason = variants.get(name).unavailable(settings.device)
+        if reason:
+            unavailable[name] = reason
+    wanted = list(dict.fromkeys(names)) or [name for name in variants.names() if name not in unavailable]
+    loaded = [verified(path) for path in captures_.discover([str(path) for path in paths])]
+    if settings.save_outputs is not None:
+        _refuse_collisions(loaded)
+    stored = _Stored(existing, settings)
+    work, done = [], []
+    for one in loaded:
+        missing = [n for n in wanted if not (stored.covers(one, n) and _saved(settings.save_outputs, one, n))]
+        if missing:
+            work.append((one, missing))
+        else:
+            done.append(f"{one.suite}/{one.name}")
+    return Plan(settings, work, {n: r for n, r in unavailable.items() if n in wanted}, done)
+
+
+def verified(path: Path) -> captures_.Capture:
+    """The capture at ``path``, once every invariant of the format has been proved.
+
+    Raises:
+        CaptureError: the first check that fails, with the value seen and the value expected.
+    """
+    loaded = captures_.load(path)
+    for found in captures_.verify(path):
+        if not found.ok:
+            raise CaptureError(
+                f"{path} fails the check {found.name!r}: {found.seen}, expected {found.expected}. "
+                f"It is not replayed; `pwbench verify {path}` lists every check."
+            )
+    return loaded
+
+
+# Resuming ---------------------------------------------------------------------------------------
+
+
+class _Stored:
+    """The rows a results file already holds, as far as they answer the same question."""
+
+    _KEY = (
+        "suite",
+        "capture",
+        "tables_sha256",
+        "variant",
+        "device",
+        "gpu",
+        "precision",
+        "mode",
+        "l2",
+        "commit",
+    )
+
+    def __init__(self, rows: Sequence[Row], settings: Settings):
+        self.settings = settings
+        self.gpu = device.info(settings.device).name
+        self.rows: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+        for row in rows:
+            self.rows[self._key(row)].append(row)
+
+    def covers(self, one: captures_.Capture, name: str) -> bool:
+        """Whether every row that ``name`` would get on this capture is there."""
+        settings = self.settings
+        expected = {
+            "suite": one.suite,
+            "capture": one.name,
+            "tables_sha256": one.tables_sha256,
+            "variant": name,
+            "device": settings.device.type,
+            "gpu": self.gpu,
+            "precision": settings.precision_of(name),
+            "commit": device.commit(),
+        }
+        keys = [
+            self._key({**expected, "mode": mode, "l2": l2}) for mode in settings.modes for l2 in settings.l2
+        ]
+        return all(any(map(self._answers, self.rows.get(key, []))) for key in keys)
+
+    def _answers(self, row: Row) -> bool:
+        if row.get("status") != "ok":
+            return True  # it could not be measured; asking again would not change that
+        same_window = row.get("window") in (None, self.settings.window)
+        same_tensors = self.settings.tensors in ("auto", row.get("tensors"))
+        return same_window and same_tensors and row.get("samples") == self.settings.samples
+
+    @classmethod
+    def _key(cls, row: Mapping[str, object]) -> tuple[object, ...]:
+        return tuple(row.get(name) for name in cls._KEY)
+
+
+def output_path(folder: Path, capture: str, variant: str) -> Path:
+    """Where ``save_outputs`` puts the output of one variant on one capture."""
+    return folder / f"{capture}.{variant}.safetensors"
+
+
+def _saved(folder: Path | None, one: captures_.Capture, name: str) -> bool:
+    return folder is None or output_path(folder, one.name, name).exists()
+
+
+def _refuse_collisions(loaded: Sequence[captures_.Capture]) -> None:
+    seen: dict[str, Path] = {}
+    for one in loaded:
+        if one.name in seen:
+            raise InputError(
+                f"{seen[one.name]} and {one.path} have the same name, so their saved outputs would overwrite "
+                "each other; replay them one at a time, each with its own --save-outputs folder."
+            )
+        seen[one.name] = one.path
