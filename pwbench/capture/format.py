@@ -185,7 +185,7 @@ class Tables:
         total_q = int(q_len.sum())
         if not np.array_equal(q_start, np.cumsum(q_len) - q_len):
             raise CaptureError(
-                f"{directory / REQUESTS}: q_start is {q_start[:4].tolist()}..., expected the running sum of q_len."
+                f"{directory / REQUESTS}: q_start begins {q_start[:4].tolist()}, expected running sums of q_len."
             )
         heads = _kv_heads(queries, total_q, directory)
         pages = queries["pages"].combine_chunks()
@@ -241,7 +241,7 @@ def _kv_heads(queries: pa.Table, total_q: int, directory: Path) -> int:
     heads = rows // total_q if total_q else 0
     if total_q == 0 or rows != heads * total_q or heads == 0:
         raise CaptureError(
-            f"{directory / QUERIES} has {rows} rows, expected a positive multiple of the {total_q} query rows "
+            f"{directory / QUERIES} has {rows} rows, expected a positive multiple of the {total_q} queries "
             f"that {REQUESTS} declares."
         )
     in_order = np.array_equal(

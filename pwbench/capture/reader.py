@@ -81,8 +81,8 @@ class Capture:
             raise CaptureError(f"tensors is {tensors!r}, expected auto, stored or seeded.")
         if tensors == "stored" and self.kind != "full":
             raise CaptureError(
-                f"{self.path} is a {self.kind} capture: it stores no tensors. Use seeded tensors, or make a full "
-                "capture with `pwbench capture ... --kind full`."
+                f"{self.path} is a {self.kind} capture: it stores no tensors. Use seeded tensors, or make a "
+                "full capture with `pwbench capture ... --kind full`."
             )
         use_stored = self.kind == "full" and tensors != "seeded"
         quant = self.manifest["quant"]
@@ -117,7 +117,8 @@ class Capture:
         generator = declared.get("generator", seeded.GENERATOR)
         if generator != seeded.GENERATOR:
             raise CaptureError(
-                f"{self.path}: seeded tensors come from generator {generator!r}, this version has {seeded.GENERATOR!r}."
+                f"{self.path}: seeded tensors come from generator {generator!r}, this version has "
+                f"{seeded.GENERATOR!r}."
             )
         seed, heads = int(declared.get("seed", 0)), self.tables.kv_heads
         pages = max(self.tables.cache_pages, 1)

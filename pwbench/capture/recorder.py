@@ -137,8 +137,8 @@ class Recorder:
             low, high = max(begin, target.begin), min(end, target.context)
             if low != parts.end:
                 raise InputError(
-                    f"Layer {layer} was handed positions from {low}, expected {parts.end} next; chunks must come "
-                    "in order, one request at a time, without left padding."
+                    f"Layer {layer} was handed positions from {low}, expected {parts.end} next; chunks must "
+                    "come in order, one request at a time, without left padding."
                 )
             rows = slice(low - begin, high - begin)
             parts.end = high
@@ -192,8 +192,8 @@ class Recorder:
         if missing:
             first = missing[0]
             raise InputError(
-                f"{len(missing)} of {len(self.targets)} targets are incomplete; layer {first.layer} of context "
-                f"{first.context} ends at position {self._parts[first].end}. Is it a sparse layer?"
+                f"{len(missing)} of {len(self.targets)} targets are incomplete; layer {first.layer} of "
+                f"context {first.context} ends at position {self._parts[first].end}. Is it a sparse layer?"
             )
         return {target: self._whole[target] for target in self.targets}
 

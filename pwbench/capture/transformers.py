@@ -83,6 +83,8 @@ class Model:
                 transformers.AutoModelForCausalLM if text_only else transformers.AutoModelForImageTextToText
             )
             options = {"device_map": "balanced"} if placed == "balanced" else {}
+            # Its progress bar writes to stderr even when that is not a terminal.
+            transformers.utils.logging.disable_progress_bar()
             model = loader.from_pretrained(self.directory, dtype="auto", local_files_only=True, **options)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise InputError(f"{directory} cannot be loaded by transformers: {_first_line(error)}") from None
@@ -156,7 +158,7 @@ def record(
                 f"Layer {target.layer} does not select pages; sparse layers are {model.sparse_layers}."
             )
     stops = sorted({*range(prefill_chunk, total, prefill_chunk), *(target.context for target in wanted)})
-    with _recording(model, recorder):
+    with _Hooks(model, recorder):
         cache = None
         begin = 0
         for end in stops:
@@ -205,16 +207,17 @@ def capture(
     return recordings
 
 
-def sparse_attentions(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+def sparse_attentions(model: torch.nn.Module) -> dict[int, Any]:
     """Attention modules that own an indexer, by layer index."""
+    modules: Iterable[Any] = model.modules()
     return {
         module.layer_idx: module
-        for module in model.modules()
+        for module in modules
         if getattr(module, "indexer", None) is not None and hasattr(module, "layer_idx")
     }
 
 
-class _recording:
+class _Hooks:
     """While entered, the model attends through ours and its indexers work in tiles."""
 
     def __init__(self, model: Model, recorder: Recorder) -> None:
@@ -240,7 +243,7 @@ class _recording:
 
 def _attention_function(recorder: Recorder) -> Callable[..., tuple[torch.Tensor, None]]:
     def attend(
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -266,7 +269,7 @@ def _attention_function(recorder: Recorder) -> Callable[..., tuple[torch.Tensor,
 
 
 def _tiled_indexer(
-    self: torch.nn.Module,
+    self: Any,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     past_key_values: Any,
@@ -308,9 +311,7 @@ def _check_geometry(config: Any, attentions: dict[int, Any], directory: Path) ->
     }
     for name, (seen, wanted) in expected.items():
         if seen != wanted:
-            raise InputError(
-                f"{directory}: {name} is {seen}, expected {wanted}; the operator is built for that."
-            )
+            raise InputError(f"{directory}: {name} is {seen}, expected {wanted} for this operator.")
     if config.index_topk_blocks > TOPK:
         raise InputError(
             f"{directory}: the indexer selects {config.index_topk_blocks} pages, expected at most {TOPK}."

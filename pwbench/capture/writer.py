@@ -177,7 +177,7 @@ def _manifest(
 ) -> dict[str, Any]:
     unions = {str(group): float(np.mean(union_sizes(tables, group))) for group in (2, 4, 8, 16, 32)}
     selected = int(tables.counts.sum())
-    manifest = {
+    manifest: dict[str, Any] = {
         "source": {"engine": "unknown"},
         "model": None,
         "prompt": None,
@@ -189,7 +189,11 @@ def _manifest(
         "env": environment(),
         **facts,
     }
-    quant = {"kv_dtype": "float8_e4m3fn", "convention": "stored = value / scale", "who": "unknown"}
+    quant: dict[str, Any] = {
+        "kv_dtype": "float8_e4m3fn",
+        "convention": "stored = value / scale",
+        "who": "unknown",
+    }
     quant |= manifest.get("quant") or {}
     quant |= {"k_scale": call.k_scale, "v_scale": call.v_scale}
     manifest |= {

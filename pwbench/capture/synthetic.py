@@ -1,0 +1,130 @@
+"""Source: invented selections, for questions that no recording answers. Always labelled synthetic.
+
+`persistent` models what trained selectors do: a query keeps most of its predecessor's pages, drops a
+few, and always selects the page it sits in. The extremes bound every kernel: selections that share
+nothing, selections that are all the same, uniformly random ones, and empty ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from pwbench.capture import seeded
+from pwbench.capture.recorder import Recording
+from pwbench.errors import InputError
+from pwbench.operator import INVALID, PAGE, TOPK, SparsePrefillCall
+
+PATTERNS = ("persistent", "random", "identical", "disjoint", "empty")
+SOURCE = {"engine": "synthetic", "version": "1", "hook": None}
+
+
+def generate(
+    context: int,
+    queries: int,
+    *,
+    pattern: str = "persistent",
+    affinity: float = 0.8,
+    seed: int = 0,
+    kv_heads: int = 1,
+) -> Recording:
+    """Invent one request's call: the last ``queries`` positions of ``context`` tokens.
+
+    Args:
+        context: tokens of the request.
+        queries: query rows, at most ``context``.
+        pattern: ``persistent`` (see ``affinity``), ``random`` (uniform over visible pages),
+            ``identical`` (all rows choose the same old pages), ``disjoint`` (neighbours share nothing
+            while there are pages enough), ``empty`` (nothing selected). The local page is always
+            selected, except by ``empty`` and ``disjoint``.
+        affinity: chance that a query keeps a page of its predecessor, 0 to 1; each dropped page is
+            replaced by another one, near pages being likelier.
+        seed: for selections and tensors.
+        kv_heads: KV heads, each with its own selections.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+    if not 0 < queries <= context:
+        raise InputError(f"queries is {queries}, expected between 1 and the context of {context}.")
+    if pattern not in PATTERNS:
+        raise InputError(f"pattern is {pattern!r}, expected one of {', '.join(PATTERNS)}.")
+    if not 0.0 <= affinity <= 1.0:
+        raise InputError(f"affinity is {affinity}, expected between 0 and 1.")
+    if kv_heads < 1 or seed < 0:
+        raise InputError(f"kv_heads is {kv_heads} and seed {seed}, expected at least 1 and at least 0.")
+    positions = np.arange(context - queries, context)
+    # NumPy promises to keep RandomState's streams, so a seed means the same selections for good.
+    draw = np.random.RandomState(seed % (1 << 32))
+    topk = np.stack([_select(pattern, positions, affinity, draw) for _ in range(kv_heads)])
+    cache_pages = -(-context // PAGE)
+    call = SparsePrefillCall(
+        q=seeded.queries(seed, queries, seeded.q_heads(kv_heads)),
+        kv=seeded.cache(seed, cache_pages, kv_heads),
+        topk=torch.from_numpy(topk),
+        page_table=torch.arange(cache_pages, dtype=torch.int32)[None],
+        cu_seqlens_q=torch.tensor([0, queries], dtype=torch.int32),
+        seq_lens=torch.tensor([context], dtype=torch.int32),
+        positions=torch.from_numpy(positions.astype(np.int32)),
+    ).validate()
+    facts: dict[str, Any] = {
+        "source": SOURCE,
+        "synthetic": {
+            "pattern": pattern,
+            "affinity": affinity if pattern == "persistent" else None,
+            "seed": seed,
+        },
+        "chunk": {"begin": context - queries, "queries": queries, "context": context},
+        "selector": {"type": "synthetic", "topk": TOPK},
+    }
+    return Recording(call, None, facts)
+
+
+def _select(pattern: str, positions: np.ndarray, affinity: float, draw: np.random.RandomState) -> np.ndarray:
+    """``[queries, TOPK]`` int32 selections of one KV head."""
+    if pattern == "empty":
+        return np.full((len(positions), TOPK), INVALID, dtype=np.int32)
+    if pattern == "disjoint":
+        return _disjoint(positions)
+    if pattern == "identical":
+        return _identical(positions)
+    return _persistent(
+        positions, 0.0 if pattern == "random" else affinity, draw, near=pattern == "persistent"
+    )
+
+
+def _disjoint(positions: np.ndarray) -> np.ndarray:
+    """Row i takes the i-th block of TOPK pages among those visible to the chunk's first row."""
+    pages = int(positions[0]) // PAGE + 1
+    start = np.arange(len(positions)) * TOPK
+    ids = (start[:, None] + np.arange(TOPK)) % pages
+    ids[:, pages:] = INVALID
+    return ids.astype(np.int32)
+
+
+def _identical(positions: np.ndarray) -> np.ndarray:
+    """The first TOPK - 1 pages and the local one."""
+    local = positions // PAGE
+    ids = np.tile(np.arange(TOPK), (len(positions), 1))
+    ids[:, -1] = np.maximum(local, TOPK - 1)
+    return np.where(ids <= local[:, None], ids, INVALID).astype(np.int32)
+
+
+def _persistent(positions: np.ndarray, keep: float, draw: np.random.RandomState, near: bool) -> np.ndarray:
+    out = np.full((len(positions), TOPK), INVALID, dtype=np.int32)
+    others: list[int] = []
+    for row, local in enumerate((positions // PAGE).tolist()):
+        wanted = min(TOPK - 1, local)
+        kept = draw.random_sample(len(others)) < keep
+        chosen = {page for page, stays in zip(others, kept, strict=True) if stays and page != local}
+        while len(chosen) < wanted:
+            age = draw.random_sample()
+            # Cubing the age makes near pages likelier: half of all draws fall in the nearest eighth.
+            back = int((age**3 if near else age) * local) + 1
+            chosen.add(local - back)
+        others = sorted(chosen)
+        out[row, : len(others)] = others
+        out[row, len(others)] = local
+    return out

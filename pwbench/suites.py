@@ -1,0 +1,292 @@
+"""The standard suites: what they hold and why, and how to make them from a model and its prompts.
+
+``captures/suites.toml`` is the one definition. Making needs one model run per prompt: a shorter
+context is a prefix of a longer one, and one pass records any number of layers and chunk lengths.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pwbench.capture import Tables, load, write
+from pwbench.capture.combine import combine
+from pwbench.capture.recorder import Recording, Target
+from pwbench.capture.statistics import union_sizes
+from pwbench.errors import InputError
+
+if TYPE_CHECKING:
+    from pwbench.capture.transformers import Model
+
+DEFINITIONS = Path("captures") / "suites.toml"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The last ``queries`` positions of the first ``context`` tokens of a prompt."""
+
+    prompt: str
+    context: int
+    queries: int
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """One capture of a suite: recorded (``layer``, ``requests``) or invented (``synthetic``)."""
+
+    suite: str
+    name: str
+    reason: str
+    layer: int | None = None
+    requests: tuple[Request, ...] = ()
+    synthetic: Mapping[str, Any] | None = None
+    kind: str = "tables"
+
+    @property
+    def targets(self) -> list[tuple[str, Target]]:
+        """(prompt, target) of each request."""
+        if self.layer is None:
+            return []
+        return [(r.prompt, Target(self.layer, r.queries, r.context)) for r in self.requests]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A named set of captures and the question it answers."""
+
+    name: str
+    purpose: str
+    captures: tuple[CaptureSpec, ...] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What became of one capture.
+
+    Attributes:
+        path: where it is.
+        state: ``written``, ``kept`` (an equal one was there) or ``differs`` (one with other tables was
+            there and stays).
+        rows: (kv_head, query) rows it has.
+        differing_rows: rows whose support differs from the stored capture compared with; None when
+            nothing was compared.
+    """
+
+    path: Path
+    state: str
+    rows: int
+    differing_rows: int | None
+
+
+def load_suites(path: str | Path = DEFINITIONS) -> dict[str, Suite]:
+    """Read the definitions.
+
+    Raises:
+        InputError: the file is missing, is not TOML, or an entry lacks something.
+    """
+    try:
+        document = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"Suite definitions {path} cannot be read: {error.strerror}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path} is not TOML: {error}.") from None
+    return {name: _suite(path, name, body) for name, body in document.get("suites", {}).items()}
+
+
+def _suite(path: str | Path, name: str, body: Mapping[str, Any]) -> Suite:
+    specs = []
+    for entry in body.get("captures", []):
+        where = f"{path}: capture {entry.get('name', '?')!r} of suite {name!r}"
+        if not entry.get("name") or not entry.get("reason"):
+            raise InputError(f"{where} needs a name and a reason.")
+        synthetic = entry.get("synthetic")
+        raw = [] if synthetic else entry.get("requests", [entry])
+        try:
+            requests = tuple(
+                Request(r["prompt"], int(r["context"]), int(r.get("queries", body.get("queries", 0))))
+                for r in raw
+            )
+            layer = None if synthetic else int(entry["layer"])
+        except KeyError as error:
+            raise InputError(f"{where} needs {error.args[0]!r}.") from None
+        for request in requests:
+            if not 0 < request.queries <= request.context:
+                raise InputError(f"{where}: queries is {request.queries}, expected 1 to {request.context}.")
+        kind = entry.get("kind", "tables")
+        specs.append(CaptureSpec(name, entry["name"], entry["reason"], layer, requests, synthetic, kind))
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        raise InputError(f"{path}: suite {name!r} names a capture twice.")
+    return Suite(name, body.get("purpose", ""), tuple(specs))
+
+
+def plan(specs: Iterable[CaptureSpec]) -> dict[str, list[Target]]:
+    """Model runs that the recorded captures need: prompt -> targets, each once."""
+    runs: dict[str, dict[Target, None]] = {}
+    for spec in specs:
+        for prompt, target in spec.targets:
+            runs.setdefault(prompt, {})[target] = None
+    return {prompt: list(targets) for prompt, targets in runs.items()}
+
+
+def make(
+    specs: Sequence[CaptureSpec],
+    out: str | Path,
+    *,
+    model: Model | None = None,
+    prompts: str | Path | None = None,
+    kind: str | None = None,
+    full_out: str | Path | None = None,
+    against: str | Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> list[Made]:
+    """Make captures; those already there with equal tables are kept.
+
+    Args:
+        specs: which.
+        out: each goes to ``out/<suite>/<name>``.
+        model, prompts: the loaded model and the folder of ``<prompt>.txt[.xz]``; needed for recorded ones.
+        kind: ``full`` or ``tables`` for all, None for what each definition says.
+        full_out: also write each as ``full`` below this folder, from the same run.
+        against: compare tables with the captures stored below this folder; None compares with ``out``.
+        overwrite: replace captures whose tables differ.
+        progress: called with (prompt, tokens done, tokens to do).
+
+    Raises:
+        InputError: a prompt or the model is missing.
+    """
+    recordings = _run(specs, model, prompts, progress)
+    made = []
+    for spec in specs:
+        recording = _recording(spec, recordings)
+        recording.facts["suite"] = {"name": spec.suite, "reason": spec.reason}
+        if full_out is not None:
+            _put(Path(full_out) / spec.suite / spec.name, recording, "full", True, None)
+        stored = None if against is None else Path(against) / spec.suite / spec.name
+        made.append(_put(Path(out) / spec.suite / spec.name, recording, kind or spec.kind, overwrite, stored))
+    return made
+
+
+def differing_rows(left: Tables, right: Tables) -> int:
+    """(kv_head, query) rows whose supports differ; all rows when the geometry differs."""
+    same_shape = left.pages.shape == right.pages.shape
+    geometry = ("positions", "cu_seqlens_q", "seq_lens", "page_table")
+    if not same_shape or not all(np.array_equal(getattr(left, n), getattr(right, n)) for n in geometry):
+        return int(left.counts.size)
+    return int((left.pages != right.pages).any(axis=-1).sum())
+
+
+def survey(
+    model: Model,
+    prompts: str | Path,
+    names: Sequence[str],
+    contexts: Sequence[int],
+    queries: int,
+    *,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Union sizes of every (prompt, context, layer), from which a suite's layers are chosen.
+
+    Returns:
+        rows ``prompt, context, layer, queries, u4, u8, quantile``: mean union of 4 and 8 neighbouring
+        queries, and the share of this context's rows whose u8 is smaller (0 = highest affinity).
+    """
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        targets = [Target(la, min(queries, c), c) for c in contexts for la in model.sparse_layers]
+        found = _run_prompt(model, prompts, name, targets, progress)
+        for target, recording in found.items():
+            tables = Tables.of_call(recording.call)
+            u4, u8 = (float(union_sizes(tables, g).mean()) for g in (4, 8))
+            rows.append(
+                {
+                    "prompt": name,
+                    "context": target.context,
+                    "layer": target.layer,
+                    "queries": target.queries,
+                    "u4": u4,
+                    "u8": u8,
+                }
+            )
+    for row in rows:
+        peers = [other["u8"] for other in rows if other["context"] == row["context"]]
+        row["quantile"] = sum(u < row["u8"] for u in peers) / max(len(peers) - 1, 1)
+    return sorted(rows, key=lambda row: (row["context"], row["u8"]))
+
+
+def _run(
+    specs: Sequence[CaptureSpec],
+    model: Model | None,
+    prompts: str | Path | None,
+    progress: Progress | None,
+) -> dict[tuple[str, Target], Recording]:
+    runs = plan(specs)
+    if runs and (model is None or prompts is None):
+        raise InputError(f"Suites made from {', '.join(runs)} need --model and --prompts.")
+    recordings: dict[tuple[str, Target], Recording] = {}
+    for prompt, targets in runs.items():
+        assert model is not None and prompts is not None
+        for target, recording in _run_prompt(model, prompts, prompt, targets, progress).items():
+            recordings[prompt, target] = recording
+    return recordings
+
+
+def _run_prompt(
+    model: Model, prompts: str | Path, name: str, targets: Sequence[Target], progress: Progress | None
+) -> dict[Target, Recording]:
+    from pwbench.capture.transformers import capture, read_prompt
+
+    report = None if progress is None else lambda done, total: progress(name, done, total)
+    return capture(model, read_prompt(find_prompt(prompts, name)), targets, progress=report)
+
+
+def find_prompt(folder: str | Path, name: str) -> Path:
+    """``folder/<name>.txt.xz`` or ``.txt``.
+
+    Raises:
+        InputError: neither is there.
+    """
+    for suffix in (".txt.xz", ".txt"):
+        path = Path(folder) / f"{name}{suffix}"
+        if path.is_file():
+            return path
+    raise InputError(f"{folder} holds no {name}.txt.xz and no {name}.txt, which a suite is made from.")
+
+
+def _recording(spec: CaptureSpec, recordings: Mapping[tuple[str, Target], Recording]) -> Recording:
+    if spec.synthetic is not None:
+        from pwbench.capture.synthetic import generate
+
+        return generate(**spec.synthetic)
+    parts = [recordings[key] for key in spec.targets]
+    if len(parts) > 1:
+        # Engines hand out cache pages in no order; one request alone would hide what that costs.
+        return combine(parts, placement_seed=1)
+    return Recording(parts[0].call, parts[0].out_model, dict(parts[0].facts))
+
+
+def _put(path: Path, recording: Recording, kind: str, overwrite: bool, stored: Path | None) -> Made:
+    tables = Tables.of_call(recording.call)
+    rows = int(tables.counts.size)
+    compared = stored if stored is not None else path
+    differ = differing_rows(load(compared).tables, tables) if (compared / "manifest.json").is_file() else None
+    if path.exists() and not overwrite:
+        here = load(path)
+        same = here.kind == kind and here.tables_sha256 == tables.sha256()
+        return Made(path, "kept" if same else "differs", rows, differ)
+    write(
+        path,
+        recording.call,
+        kind=kind,
+        out_model=recording.out_model,
+        facts=recording.facts,
+        overwrite=overwrite,
+    )
+    return Made(path, "written", rows, differ)
