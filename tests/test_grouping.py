@@ -89,7 +89,7 @@ def test_worked_example_saves_three_of_ten_page_visits():
     assert listed(regrouped) == [{1: 1, 2: 3, 3: 6, 4: 4}, {8: 3, 9: 5, 10: 6}]
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(problems(), st.integers(1, 15), st.integers(1, 9))
 def test_search_equals_the_greedy_of_the_paper(problem, window, group):
     rows, bounds = problem
@@ -133,7 +133,7 @@ def test_windows_start_at_each_request_and_stay_inside_it():
     assert order.tolist() == [0, 2, 1, 3, 4, 5, 7, 6, 8, 9, 10]
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(problems(), st.integers(1, 15), st.integers(1, 9))
 def test_order_is_a_bijection_inside_every_window(problem, window, group):
     rows, bounds = problem
@@ -145,7 +145,7 @@ def test_order_is_a_bijection_inside_every_window(problem, window, group):
             assert (np.sort(order[:, first:last]) == np.arange(first, last)).all()
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(problems(), st.integers(1, 32), st.randoms(use_true_random=False))
 def test_unions_equal_the_sets_of_their_slots_for_any_order(problem, group, random):
     rows, bounds = problem
@@ -166,7 +166,7 @@ def test_unions_equal_the_sets_of_their_slots_for_any_order(problem, group, rand
     assert (unions.masks > 0).all() and (unions.subgroup_pages() >= len(unions.pages))
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(problems(), st.integers(1, 32))
 def test_subgroup_pages_count_the_union_of_every_four_slots(problem, group):
     rows, bounds = problem

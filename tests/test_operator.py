@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pwbench.errors import InputError, OperatorError
@@ -175,6 +175,7 @@ def test_sixteen_times_one_page_is_one_page():
     assert one_row(*[5] * TOPK, visible=6 * PAGE) == [5]
 
 
+@settings(deadline=None)
 @given(
     ids=st.lists(st.sampled_from([-1, -2, INT_MIN, INT_MAX, *range(12)]), min_size=TOPK, max_size=TOPK),
     visible=st.integers(0, 12 * PAGE),
