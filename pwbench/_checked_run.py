@@ -38,23 +38,23 @@ class Subject:
         call: on the device that runs.
         tensors: ``stored`` or ``seeded``.
         rows: query rows that are compared, ascending, ``[n]``.
-        settings: of the replay.
+        outputs: folder that the output is saved in, or None.
     """
 
     capture: captures_.Capture
     call: SparsePrefillCall
     tensors: str
     rows: np.ndarray
-    settings: Settings
+    outputs: Path | None = None
     _counted: dict[tuple[int, bytes], dict[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, loaded: captures_.Capture, settings: Settings) -> Subject:
+    def load(cls, loaded: captures_.Capture, settings: Settings, outputs: Path | None = None) -> Subject:
         """Read the capture's call onto the device."""
         stored = loaded.kind == "full" and settings.tensors != "seeded"
         call = loaded.call(device=settings.device, tensors=settings.tensors).validate()
         rows = sample_rows(call, settings.check_rows, settings.seed)
-        return cls(loaded, call, "stored" if stored else "seeded", rows, settings)
+        return cls(loaded, call, "stored" if stored else "seeded", rows, outputs)
 
     @cached_property
     def expected(self) -> torch.Tensor:
@@ -200,7 +200,7 @@ def _details(prepared: Prepared) -> Row:
 
 
 def _save(name: str, out: torch.Tensor, order: np.ndarray, subject: Subject) -> None:
-    folder = subject.settings.save_outputs
+    folder = subject.outputs
     if folder is None:
         return
     from safetensors.torch import save_file

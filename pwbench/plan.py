@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,8 @@ class Settings:
         baseline: the variant whose A/A pair gives the noise floor.
         check_rows: output rows compared with the reference; all where there are no more.
         seed: of the sampling order and of the rows that are checked.
-        save_outputs: folder for the outputs and permutations, or None.
+        save_outputs: folder for the outputs and permutations, or None; two captures of one
+            name go to a folder per suite in it.
     """
 
     device: torch.device
@@ -85,12 +86,14 @@ class Plan:
         work: each capture and the variants it still needs.
         unavailable: variants that cannot run here and why.
         done: captures whose rows the results file already holds.
+        outputs: capture's path -> folder for its outputs, or None.
     """
 
     settings: Settings
     work: list[tuple[captures_.Capture, list[str]]]
     unavailable: dict[str, str]
     done: list[str] = field(default_factory=list)
+    outputs: dict[Path, Path | None] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -113,7 +116,7 @@ def plan(
 
     Raises:
         CaptureError: a capture fails verification.
-        InputError: an unknown variant, or two captures whose saved outputs would overwrite each other.
+        InputError: an unknown variant.
     """
     unavailable = {}
     for name in names or variants.names():
@@ -122,17 +125,16 @@ def plan(
             unavailable[name] = reason
     wanted = list(dict.fromkeys(names)) or [name for name in variants.names() if name not in unavailable]
     loaded = [verified(path) for path in captures_.discover([str(path) for path in paths])]
-    if settings.save_outputs is not None:
-        _refuse_collisions(loaded)
+    outputs = _outputs(settings.save_outputs, loaded)
     stored = _Stored(existing, settings)
     work, done = [], []
     for one in loaded:
-        missing = [n for n in wanted if not (stored.covers(one, n) and _saved(settings.save_outputs, one, n))]
+        missing = [n for n in wanted if not (stored.covers(one, n) and _saved(outputs[one.path], one, n))]
         if missing:
             work.append((one, missing))
         else:
             done.append(f"{one.suite}/{one.name}")
-    return Plan(settings, work, {n: r for n, r in unavailable.items() if n in wanted}, done)
+    return Plan(settings, work, {n: r for n, r in unavailable.items() if n in wanted}, done, outputs)
 
 
 def verified(path: Path) -> captures_.Capture:
@@ -207,21 +209,16 @@ class _Stored:
         return tuple(row.get(name) for name in cls._KEY)
 
 
+def _outputs(folder: Path | None, loaded: Sequence[captures_.Capture]) -> dict[Path, Path | None]:
+    """Where each capture's outputs go: ``folder``, or its suite's folder below when names repeat."""
+    uses = Counter(one.name for one in loaded)
+    return {one.path: folder / one.suite if folder and uses[one.name] > 1 else folder for one in loaded}
+
+
 def output_path(folder: Path, capture: str, variant: str) -> Path:
-    """Where ``save_outputs`` puts the output of one variant on one capture."""
+    """The file that holds the output of one variant on one capture."""
     return folder / f"{capture}.{variant}.safetensors"
 
 
 def _saved(folder: Path | None, one: captures_.Capture, name: str) -> bool:
     return folder is None or output_path(folder, one.name, name).exists()
-
-
-def _refuse_collisions(loaded: Sequence[captures_.Capture]) -> None:
-    seen: dict[str, Path] = {}
-    for one in loaded:
-        if one.name in seen:
-            raise InputError(
-                f"{seen[one.name]} and {one.path} have the same name, so their saved outputs would overwrite "
-                "each other; replay them one at a time, each with its own --save-outputs folder."
-            )
-        seen[one.name] = one.path

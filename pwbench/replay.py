@@ -20,6 +20,7 @@ from pwbench import capture as captures_
 from pwbench import ceilings as roofs
 from pwbench import device, results, timing, variants
 from pwbench._checked_run import Checked, Subject, check
+from pwbench.columns import COLUMNS
 from pwbench.plan import Plan, Settings, plan, verified
 from pwbench.results import Row
 from pwbench.stats import FEWEST, noise_floor
@@ -101,7 +102,7 @@ class _Bench:
     def __init__(self, chosen: Plan, loaded: captures_.Capture, session: str, observer: Observer):
         self.plan, self.settings, self.observer = chosen, chosen.settings, observer
         self.capture = loaded
-        self.subject = Subject.load(loaded, self.settings)
+        self.subject = Subject.load(loaded, self.settings, chosen.outputs.get(loaded.path))
         self.info = device.info(self.settings.device)
         self.ceilings = roofs.find(self.info.name if self.info.kind == "cuda" else None)
         call = self.subject.call
@@ -177,6 +178,7 @@ class _Bench:
     ) -> Row:
         precision = self.settings.precision_of(name)
         row: Row = {
+            **dict.fromkeys(column.name for column in COLUMNS),
             **self.common,
             **one.facts,
             "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),

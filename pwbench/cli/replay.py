@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pwbench.results import Row
 
 _BOTH = {"graph": ("graph",), "eager": ("eager",), "cold": ("cold",), "warm": ("warm",)}
+_TIMES = ("complete", "search", "metadata", "attention", "gap")
 
 
 def _variant_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -210,30 +211,31 @@ def _show_plan(chosen: Plan, out: Path | None, as_json: bool) -> None:
 
 
 def _show(rows: list[Row]) -> None:
+    from itertools import groupby
+
     from rich.console import Console
     from rich.table import Table
 
-    if not rows:
-        return
-    table = Table(box=None, pad_edge=False)
-    for name in ("capture", "variant", "timed on"):
-        table.add_column(name)
-    for name in ("complete us", "search", "metadata", "attention", "gap", "rel-L2", "union pages"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        place = f"{row['suite']}/{row['capture']}"
-        mode = f"{row['device']} {row['mode']} {row['l2']}"
-        if row["status"] != "ok":
-            table.add_row(place, row["variant"], mode, f"[yellow]{row['status']}[/]")
-            continue
-        times = [
-            _number(row.get(f"{name}_us")) for name in ("complete", "search", "metadata", "attention", "gap")
-        ]
-        table.add_row(place, row["variant"], mode, *times, f"{row['rel_l2']:.1e}", f"{row['union_pages']:,}")
-    Console(soft_wrap=True).print(table)
+    console = Console(soft_wrap=True, highlight=False)
+    for heading, group in groupby(rows, key=_heading):
+        table = Table(title=heading, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table.add_column("variant", min_width=18)
+        for name in (*_TIMES, "rel-L2", "union pages"):
+            table.add_column(name, justify="right")
+        for row in group:
+            if row["status"] == "ok":
+                times = [_number(row[f"{name}_us"]) for name in _TIMES]
+                table.add_row(row["variant"], *times, f"{row['rel_l2']:.1e}", f"{row['union_pages']:,}")
+            else:
+                table.add_row(row["variant"], row["status"], style="yellow")
+        console.print(table, "")
     for row in rows:
         if row["status"] == "unavailable":
             say(f"{row['variant']} was not measured on {row['capture']} ({row['mode']}): {row['reason']}")
+
+
+def _heading(row: Row) -> str:
+    return f"{row['suite']}/{row['capture']}: microseconds on the {row['gpu']}, {row['mode']}, L2 {row['l2']}"
 
 
 def _number(value: float | None) -> str:
