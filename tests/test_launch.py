@@ -98,7 +98,9 @@ def test_every_shipped_params_struct_is_laid_out_as_the_compiler_does(
         for name in re.findall(r"^struct (\w*Params)\b", text, re.M):
             body = re.search(rf"^struct {name}\b.*?^}};", text, re.M | re.S)
             assert body
-            parts.append(f"namespace {file.stem} {{\n{body[0]}\n{offsets_as_assertions(text, name)}\n}}")
+            # What a pointer points at does not matter to the layout, and would drag in other headers.
+            plain = re.sub(r"\b\w+(\s*\*)", r"void\1", body[0])
+            parts.append(f"namespace {file.stem} {{\n{plain}\n{offsets_as_assertions(text, name)}\n}}")
     compile_text("\n".join(parts), tmp_path, monkeypatch)
 
 
