@@ -166,7 +166,8 @@ def test_outliers_are_counted():
 @pytest.mark.parametrize(
     ("top", "bottom", "message"),
     [([], [1.0], "at least one time"), ([1.0, 2.0], [1.0], "number 2 and 1"),
-     ([1.0], [0.0], "positive finite"), ([math.nan], [1.0], "positive finite"), ([math.inf], [1.0], "positive finite")],
+     ([1.0], [0.0], "positive finite"), ([math.nan], [1.0], "positive finite"),
+     ([math.inf], [1.0], "positive finite")],
 )  # fmt: skip
 def test_samples_that_cannot_be_compared_are_refused(top, bottom, message):
     with pytest.raises(InputError, match=message):

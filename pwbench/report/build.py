@@ -1,0 +1,175 @@
+"""From rows to a `Report`: which rows are current, what the baseline is, what the reader must be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from pwbench import stats
+from pwbench.report.model import (
+    CPU_BASELINE,
+    DEFAULT_BASELINE,
+    Contender,
+    Report,
+    Scope,
+    contender_of,
+    samples_of,
+)
+from pwbench.results import CHOICES, Row
+
+SUITE_ORDER = ("six", "six-2k", "five-64k", "batch")
+_CLOCKS_APART = 0.03
+_OUTLIERS = 0.05
+
+
+def build(frame: pd.DataFrame, baseline: str = DEFAULT_BASELINE, fallback: str | None = None) -> Report:
+    """Find the current rows of ``frame`` and compare them.
+
+    Args:
+        frame: rows as `pwbench.load_results` gives them.
+        baseline: the variant the others are compared with. Where it has no ok row there is no
+            speed-up, and the report says so; CPU rows are then compared with ``reference``.
+        fallback: the variant to use there instead.
+    """
+    rows = _records(frame)
+    warnings: list[str] = []
+    scopes: dict[tuple[str, ...], Scope] = {}
+    for row in rows:
+        suite, device, gpu, mode, l2 = (str(row[n] or "") for n in ("suite", "device", "gpu", "mode", "l2"))
+        scopes.setdefault((suite, device, gpu, mode, l2), Scope(suite, device, gpu, mode, l2)).others.append(
+            row
+        )
+    for scope in scopes.values():
+        _fill(scope, warnings)
+        _choose_baseline(scope, baseline, fallback)
+    ordered = sorted(scopes.values(), key=_scope_order)
+    warnings += _measurement_warnings(ordered)
+    return Report(baseline, ordered, _current_rows(ordered), list(dict.fromkeys(warnings)), frame)
+
+
+def _records(frame: pd.DataFrame) -> list[Row]:
+    clean = frame.astype(object).where(frame.notna(), None)
+    rows: list[Row] = clean.to_dict("records")  # type: ignore[assignment]
+    return rows
+
+
+def _fill(scope: Scope, warnings: list[str]) -> None:
+    """Split the scope's rows into current cells and what is missing."""
+    rows = sorted(scope.others, key=lambda row: row["created_utc"] or "")
+    scope.others = [row for row in rows if row["status"] == "ok"]
+    for capture in dict.fromkeys(row["capture"] for row in rows):
+        mine = [row for row in rows if row["capture"] == capture]
+        tables = mine[-1]["tables_sha256"]
+        if any(row["tables_sha256"] != tables for row in mine):
+            warnings.append(
+                f"{scope.suite}/{capture}: older rows were measured on other selections and are left out."
+            )
+            mine = [row for row in mine if row["tables_sha256"] == tables]
+        tensors = _prevalent([row["tensors"] for row in mine if row["status"] == "ok"])
+        current: dict[Contender, Row] = {}
+        for row in mine:
+            if row["status"] != "ok" or row["tensors"] == tensors:
+                current[contender_of(row)] = row
+        for contender, row in current.items():
+            if row["status"] == "ok":
+                scope.cells[contender, capture] = row
+            else:
+                scope.missing.append(row)
+
+
+def _prevalent(tensors: list[Any]) -> Any:
+    """The tensors most rows were measured on: a capture's rows are compared on one kind."""
+    return max(dict.fromkeys(tensors), key=lambda t: (tensors.count(t), t == "stored"), default=None)
+
+
+def _choose_baseline(scope: Scope, baseline: str, fallback: str | None) -> None:
+    have = {contender.variant for contender, _ in scope.cells}
+    if baseline in have:
+        scope.baseline = baseline
+        return
+    reasons = sorted({row["reason"] for row in scope.missing if row["variant"] == baseline and row["reason"]})
+    why = f" ({reasons[0].rstrip('.')})" if reasons else ""
+    if fallback in have:
+        scope.baseline = fallback
+        scope.note = f"{baseline} has no result here{why}; compared with {fallback}, as asked."
+    elif scope.device == "cpu" and CPU_BASELINE in have:
+        scope.baseline = CPU_BASELINE
+        scope.note = (
+            f"CPU rows: baseline {CPU_BASELINE}. They show that the variants work, not how fast a GPU is."
+        )
+    else:
+        named = f"--fallback {min(have)}" if have else "another baseline"
+        scope.note = (
+            f"{baseline} has no result here{why}, so there are no speed-ups; name {named} to get some."
+        )
+
+
+def _scope_order(scope: Scope) -> tuple[Any, ...]:
+    known = SUITE_ORDER.index(scope.suite) if scope.suite in SUITE_ORDER else len(SUITE_ORDER)
+    return (
+        scope.synthetic,
+        scope.device == "cpu",
+        known,
+        scope.suite,
+        scope.gpu,
+        CHOICES["mode"].index(scope.mode),
+        CHOICES["l2"].index(scope.l2),
+    )
+
+
+def _measurement_warnings(scopes: list[Scope]) -> list[str]:
+    return [f"{scope.suite} ({scope.config}): {text}." for scope in scopes for text in _scope_warnings(scope)]
+
+
+def _scope_warnings(scope: Scope) -> list[str]:
+    found = []
+    rows = list(scope.cells.values())
+    share = f"of {len(rows)} rows"
+    throttled = [row for row in rows if row.get("throttle")]
+    if throttled:
+        what = ", ".join(sorted({str(row["throttle"]) for row in throttled}))
+        found.append(
+            f"clocks were held back in {len(throttled)} {share} ({what}); those times are not the GPU's best"
+        )
+    few = sum(len(samples_of(row)) < stats.ENOUGH for row in rows)
+    if few:
+        found.append(
+            f"{few} {share} have fewer than {stats.ENOUGH} samples, too few to call anything faster or "
+            "slower; replay with more --samples"
+        )
+    spread = sum(stats.outlier_share(samples_of(row)) > _OUTLIERS for row in rows)
+    if spread:
+        found.append(
+            f"in {spread} {share} more than {_OUTLIERS:.0%} of the samples are outliers (kept); something "
+            "else may have used the machine"
+        )
+    unpaired = sum(not ratio.paired for ratio in scope.speedups.values())
+    if unpaired:
+        found.append(
+            f"{unpaired} of {len(scope.speedups)} speed-ups compare different sessions; differences below "
+            f"{stats.CROSS_SESSION_FLOOR:.0%} mean nothing there"
+        )
+    clocks = [float(row["sm_clock_mhz"]) for row in rows if row.get("sm_clock_mhz")]
+    if clocks and max(clocks) > (1 + _CLOCKS_APART) * min(clocks):
+        found.append(f"SM clocks differ between rows ({min(clocks):.0f} to {max(clocks):.0f} MHz)")
+    return found
+
+
+def _current_rows(scopes: list[Scope]) -> list[Row]:
+    rows = []
+    for scope in scopes:
+        for (contender, capture), row in scope.cells.items():
+            rows.append({**row, **_speedup_columns(scope, scope.speedups.get((contender, capture)))})
+        rows += [{**row, **_speedup_columns(scope, None)} for row in scope.missing]
+    return rows
+
+
+def _speedup_columns(scope: Scope, ratio: stats.Ratio | None) -> Row:
+    known = ratio if ratio is not None and ratio.known else None
+    return {
+        "baseline": scope.baseline,
+        "speedup": None if ratio is None else ratio.value,
+        "speedup_low": None if known is None else known.low,
+        "speedup_high": None if known is None else known.high,
+    }

@@ -1,0 +1,309 @@
+"""What a report is made of: which rows are current, which may be compared, and by how much they differ.
+
+Rows are compared only inside a `Scope`: one suite on one device, with one launch mode and one L2
+state. A geomean never leaves its scope, so CPU and GPU rows, suites, and real and synthetic
+captures never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import pandas as pd
+
+from pwbench import stats
+from pwbench.results import Row
+
+DEFAULT_BASELINE = "flashinfer"
+CPU_BASELINE = "reference"
+DEFAULT_WINDOW = 128
+SYNTHETIC_SUITES = ("extremes", "synthetic")
+"""Suites of made-up selections: reported, always apart and last, never headlined."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A variant the way it was run: what one line of a table stands for."""
+
+    variant: str
+    precision: str
+    window: int | None
+
+    @property
+    def label(self) -> str:
+        """The variant's name, with the window when it is not the default."""
+        return self.variant + (f" W{self.window}" if self.window not in (None, DEFAULT_WINDOW) else "")
+
+    @property
+    def full(self) -> str:
+        """`label` with the precision."""
+        return f"{self.label} ({self.precision})"
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What regrouping does to one capture: the paper's three paths of one kernel.
+
+    Attributes:
+        contender: the online path; ``contender.variant`` ends in ``-regroup``.
+        original, online, precomputed: rows; the last may be None.
+        online_ratio: T_original / T_online, above 1 when regrouping pays for itself.
+        precomputed_ratio: T_original / T_precomputed: the same if the search were free.
+    """
+
+    capture: str
+    contender: Contender
+    original: Row
+    online: Row
+    precomputed: Row | None
+    online_ratio: stats.Ratio
+    precomputed_ratio: stats.Ratio | None
+
+    @property
+    def net_us(self) -> float:
+        """T_original - T_online."""
+        return float(self.original["complete_us"] - self.online["complete_us"])
+
+    @property
+    def attention_saved_us(self) -> float:
+        return stage_us(self.original, "attention") - stage_us(self.online, "attention")
+
+    @property
+    def overhead_paid_us(self) -> float:
+        """Search and metadata of the online path beyond those of the original path."""
+        paid = sum(stage_us(self.online, s) for s in ("search", "metadata"))
+        return paid - sum(stage_us(self.original, s) for s in ("search", "metadata"))
+
+
+@dataclass
+class Scope:
+    """Rows that may be compared: one suite, device, GPU, mode and L2 state.
+
+    Attributes:
+        baseline: the variant the others are compared with, None when it has no ok row here.
+        note: what the reader must know about the baseline, empty if nothing.
+        cells: the current ok row of every contender on every capture.
+        others: all ok rows of the scope, older sessions included, to find partners for pairing.
+        missing: current rows that are not ok.
+    """
+
+    suite: str
+    device: str
+    gpu: str
+    mode: str
+    l2: str
+    baseline: str | None = None
+    note: str = ""
+    cells: dict[tuple[Contender, str], Row] = field(default_factory=dict)
+    others: list[Row] = field(default_factory=list)
+    missing: list[Row] = field(default_factory=list)
+
+    @property
+    def synthetic(self) -> bool:
+        return self.suite in SYNTHETIC_SUITES
+
+    @property
+    def config(self) -> str:
+        """How it was run, in words."""
+        launch = "CUDA graph" if self.mode == "graph" else "eager launches"
+        return (
+            f"{self.gpu or self.device}, {launch}, {self.l2} L2"
+            if self.device == "cuda"
+            else f"CPU ({self.gpu})"
+        )
+
+    @cached_property
+    def captures(self) -> list[str]:
+        """Captures with an ok row, short contexts first."""
+        context = {capture: row.get("context") or 0 for (_, capture), row in self.cells.items()}
+        return sorted(context, key=lambda c: (context[c], c))
+
+    @cached_property
+    def contenders(self) -> list[Contender]:
+        """Contenders with an ok row: fastest first by geomean, then by name."""
+
+        def order(c: Contender) -> tuple[float, str, str, int]:
+            mean = self.geomeans.get(c)
+            return (-mean.value if mean else 0.0, c.variant, c.precision, c.window or 0)
+
+        return sorted({c for c, _ in self.cells}, key=order)
+
+    @cached_property
+    def speedups(self) -> dict[tuple[Contender, str], stats.Ratio]:
+        """Baseline time / contender time, wherever both are known."""
+        found = {}
+        for (contender, capture), row in self.cells.items():
+            base = self.base_row(contender, capture)
+            if base is not None:
+                found[contender, capture] = compare(base, row)
+        return found
+
+    @cached_property
+    def geomeans(self) -> dict[Contender, stats.Ratio]:
+        """Geometric mean of each contender's speed-ups over the captures that it and the baseline ran."""
+        per: dict[Contender, list[stats.Ratio]] = {}
+        for (contender, _), ratio in self.speedups.items():
+            per.setdefault(contender, []).append(ratio)
+        return {contender: stats.geomean(ratios) for contender, ratios in per.items()}
+
+    def counted(self, contender: Contender) -> int:
+        """Captures in the contender's geomean."""
+        return sum(c == contender for c, _ in self.speedups)
+
+    def rows_of(self, contender: Contender) -> list[Row]:
+        """The contender's rows in capture order."""
+        return [self.cells[contender, c] for c in self.captures if (contender, c) in self.cells]
+
+    def base_row(self, contender: Contender, capture: str) -> Row | None:
+        """The baseline's row for ``contender`` on ``capture``: its own precision and window where the
+        baseline has them, and the same session where there is one."""
+        own = self.cells[contender, capture]
+        if self.baseline is None:
+            return None
+        if (
+            own["variant"] == self.baseline
+            and self.baseline_precision(contender.precision) == contender.precision
+        ):
+            return own
+        precision = self.baseline_precision(contender.precision)
+        fits = [
+            row
+            for row in self.others
+            if row["variant"] == self.baseline
+            and row["capture"] == capture
+            and row["precision"] == precision
+            and row["tensors"] == own["tensors"]
+            and row["tables_sha256"] == own["tables_sha256"]
+        ]
+        windows = (contender.window, DEFAULT_WINDOW, None)
+        return max(
+            fits,
+            key=lambda row: (
+                row["window"] in windows and -windows.index(row["window"]),
+                row["session"] == own["session"],
+                row["created_utc"] or "",
+            ),
+            default=None,
+        )
+
+    def baseline_precision(self, wanted: str) -> str | None:
+        """The precision of the baseline that ``wanted`` is compared with: the same, or its only one."""
+        have = {c.precision for c, _ in self.cells if c.variant == self.baseline}
+        return wanted if wanted in have else next(iter(sorted(have)), None)
+
+    @property
+    def baseline_label(self) -> str:
+        """The baseline with its precision when it has only one."""
+        have = sorted({c.precision for c, _ in self.cells if c.variant == self.baseline})
+        return f"{self.baseline} ({have[0]})" if len(have) == 1 else f"{self.baseline} (same precision)"
+
+    def floor(self, rows: Iterable[Row]) -> float:
+        """The noise floor for comparing ``rows`` with each other."""
+        rows = list(rows)
+        sessions = {row["session"] for row in rows}
+        return stats.floor_of(*(row.get("noise_floor") for row in rows), same_session=len(sessions) <= 1)
+
+    def says(self, contender: Contender) -> str:
+        """faster, slower, same or unsure: the contender's geomean against the baseline."""
+        mean = self.geomeans.get(contender)
+        if mean is None or contender.variant == self.baseline:
+            return ""
+        pairs = [
+            (self.cells[contender, c], self.base_row(contender, c))
+            for c in self.captures
+            if (contender, c) in self.speedups
+        ]
+        floor = self.floor(row for pair in pairs for row in pair if row is not None)
+        return stats.verdict(mean.inverse(), floor).lower()
+
+    @cached_property
+    def gains(self) -> list[Gain]:
+        """Regrouping's three paths for every kernel, precision, window and capture that has them."""
+        found = []
+        for (contender, capture), online in self.cells.items():
+            if not contender.variant.endswith("-regroup"):
+                continue
+            stem = contender.variant.removesuffix("-regroup")
+            original = self._twin(stem, contender, capture)
+            precomputed = self._twin(f"{stem}-precomputed", contender, capture)
+            if original is None:
+                continue
+            found.append(
+                Gain(
+                    capture,
+                    contender,
+                    original,
+                    online,
+                    precomputed,
+                    compare(original, online),
+                    None if precomputed is None else compare(original, precomputed),
+                )
+            )
+        place = {capture: index for index, capture in enumerate(self.captures)}
+        return sorted(
+            found,
+            key=lambda g: (
+                g.contender.variant,
+                g.contender.precision,
+                -(g.contender.window or 0),
+                place[g.capture],
+            ),
+        )
+
+    def _twin(self, variant: str, contender: Contender, capture: str) -> Row | None:
+        for window in (contender.window, None):
+            row = self.cells.get((Contender(variant, contender.precision, window), capture))
+            if row is not None:
+                return row
+        return None
+
+
+@dataclass
+class Report:
+    """Everything the formats are rendered from.
+
+    Attributes:
+        baseline: the variant that was asked for.
+        scopes: real suites first, GPU before CPU, graph before eager, cold before warm.
+        rows: every current row, with ``speedup`` and its interval where it has one.
+        warnings: what the reader must know before trusting a number.
+        frame: all rows that were given, older ones included.
+    """
+
+    baseline: str
+    scopes: list[Scope]
+    rows: list[Row]
+    warnings: list[str]
+    frame: pd.DataFrame
+
+    def main_scopes(self) -> list[Scope]:
+        """The first scope of each (suite, device): the one that details are shown for."""
+        seen: dict[tuple[str, str, str], Scope] = {}
+        for scope in self.scopes:
+            seen.setdefault((scope.suite, scope.device, scope.gpu), scope)
+        return list(seen.values())
+
+
+def compare(base: Row, row: Row) -> stats.Ratio:
+    """``base`` time / ``row`` time, paired when both are of one session."""
+    first, second = samples_of(base), samples_of(row)
+    paired = base["session"] == row["session"] and len(first) == len(second)
+    return stats.ratio_of_medians(first, second, paired)
+
+
+def contender_of(row: Row) -> Contender:
+    """Which line of a table the row belongs to."""
+    return Contender(row["variant"], row["precision"], None if row["window"] is None else int(row["window"]))
+
+
+def samples_of(row: Row) -> Sequence[float]:
+    """Samples of the complete call; its median alone where they were not kept."""
+    values = row.get("complete_samples")
+    return [row["complete_us"]] if values is None or len(values) == 0 else values
+
+
+def stage_us(row: Row, name: str) -> float:
+    """Median time of a stage, 0 where the variant has none."""
+    return float(row.get(f"{name}_us") or 0.0)

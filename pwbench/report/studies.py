@@ -1,0 +1,359 @@
+"""Tables that compare a variant with itself: regrouping, window sizes, cache states, seeded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pwbench import stats
+from pwbench.report.model import Contender, Gain, Report, Scope, compare, contender_of, samples_of
+from pwbench.report.tables import Table, clock, count, interval, percent, times
+from pwbench.results import Row
+
+
+def regroup(report: Report, scope: Scope) -> Table:
+    """Does the search pay for itself? T_original, T_online and T_precomputed of every kernel."""
+    return _gain_table(
+        f"Regrouping, {scope.suite}: {scope.config}", [(scope, g) for g in scope.gains], means=True
+    )
+
+
+def losses(report: Report, scopes: Iterable[Scope]) -> Table:
+    """Every capture, of all suites, on which the online path is slower than the original order."""
+    lost = [(s, g) for s in scopes for g in s.gains if g.online_ratio.value < 1]
+    lost.sort(key=lambda item: item[1].online_ratio.value)
+    return _gain_table("Where regrouping loses, worst first", lost, means=False)
+
+
+def _gain_table(title: str, gains: list[tuple[Scope, Gain]], means: bool) -> Table:
+    unit, write = clock(g.original["complete_us"] for _, g in gains)
+    table = Table(
+        title,
+        [
+            "capture",
+            "kernel",
+            "precision",
+            "window",
+            f"T original, {unit}",
+            f"T online, {unit}",
+            f"T precomputed, {unit}",
+            "net gain",
+            "95 % interval",
+            f"attention saved, {unit}",
+            f"search + metadata paid, {unit}",
+            "gain if the search were free",
+            "pages saved",
+        ],
+        notes=[
+            "original: queries in their own order. online: the permutation is found inside the timed call. "
+            "precomputed: the same permutation handed in. net gain = (T original - T online) / T original."
+        ],
+        text=(0, 1, 2),
+    )
+    blocks: dict[Contender, list[Gain]] = {}
+    for scope, gain in gains:
+        contender = gain.contender
+        if means and contender not in blocks:
+            _close(table, blocks)
+            table.breaks.add(len(table.rows))
+        blocks.setdefault(contender, []).append(gain)
+        pre = gain.precomputed
+        name = gain.capture if means else f"{scope.suite}/{gain.capture}"
+        table.rows.append(
+            [
+                name,
+                contender.variant.removesuffix("-regroup"),
+                contender.precision,
+                str(contender.window or ""),
+                write(gain.original["complete_us"]),
+                write(gain.online["complete_us"]),
+                write(pre["complete_us"]) if pre else "",
+                percent(1 - 1 / gain.online_ratio.value, True),
+                _share_interval(gain.online_ratio),
+                write(gain.attention_saved_us),
+                write(gain.overhead_paid_us),
+                percent(1 - 1 / gain.precomputed_ratio.value, True) if gain.precomputed_ratio else "",
+                _saved(gain),
+            ]
+        )
+    if means:
+        _close(table, blocks)
+    return table
+
+
+def _close(table: Table, blocks: dict[Contender, list[Gain]]) -> None:
+    """End a kernel's block with its geomean over the captures."""
+    if not blocks:
+        return
+    contender, gains = list(blocks.items())[-1]
+    online = stats.geomean([g.online_ratio for g in gains])
+    pre = [g.precomputed_ratio for g in gains if g.precomputed_ratio]
+    free = percent(1 - 1 / stats.geomean(pre).value, True) if pre else ""
+    table.strong.add(len(table.rows))
+    table.rows.append(
+        [
+            "geomean",
+            contender.variant.removesuffix("-regroup"),
+            contender.precision,
+            str(contender.window or ""),
+            "",
+            "",
+            "",
+            percent(1 - 1 / online.value, True),
+            _share_interval(online),
+            "",
+            "",
+            free,
+            "",
+        ]
+    )
+
+
+def _share_interval(ratio: stats.Ratio) -> str:
+    if not ratio.known:
+        return interval(ratio)
+    return f"{100 * (1 - 1 / ratio.low):+.1f} to {100 * (1 - 1 / ratio.high):+.1f} %"
+
+
+def _saved(gain: Gain) -> str:
+    before, after = gain.original["union_pages"], gain.online["union_pages"]
+    return percent(1 - after / before) if before and after is not None else ""
+
+
+def unions(report: Report, scopes: Iterable[Scope]) -> Table:
+    """Page visits before and after regrouping, from the exact counters."""
+    table = Table(
+        "Union pages before and after regrouping (exact counters)",
+        [
+            "suite",
+            "capture",
+            "context",
+            "window",
+            "selected pages",
+            "union pages before",
+            "after",
+            "saved",
+            "4-query pages before",
+            "after",
+            "saved",
+            "pages per union before",
+            "after",
+        ],
+        notes=[
+            "Union pages are page visits, which decide the bytes moved; 4-query pages are tensor rounds. "
+            "Regrouping minimises the first only."
+        ],
+        text=(0, 1),
+    )
+    seen: set[tuple[Any, ...]] = set()
+    for scope in scopes:
+        table.breaks.add(len(table.rows))
+        for gain in sorted(
+            scope.gains, key=lambda g: (scope.captures.index(g.capture), g.contender.window or 0)
+        ):
+            before, after = gain.original, gain.online
+            key = (
+                scope.suite,
+                gain.capture,
+                gain.contender.window,
+                before["union_pages"],
+                after["union_pages"],
+            )
+            if key in seen or not before["union_pages"] or after["union_pages"] is None:
+                continue
+            seen.add(key)
+            mean = [f"{r['union_pages'] / r['groups']:.1f}" if r["groups"] else "" for r in (before, after)]
+            four = [r["subgroup_pages"] for r in (before, after)]
+            table.rows.append(
+                [
+                    scope.suite,
+                    gain.capture,
+                    count(before["context"]),
+                    str(gain.contender.window or ""),
+                    count(before["selected_pages"]),
+                    count(before["union_pages"]),
+                    count(after["union_pages"]),
+                    _saved(gain),
+                    count(four[0]),
+                    count(four[1]),
+                    percent(1 - four[1] / four[0]) if four[0] and four[1] is not None else "",
+                    *mean,
+                ]
+            )
+    return table
+
+
+def windows(report: Report, scopes: Iterable[Scope]) -> Table:
+    """The same variant with two window sizes, per capture."""
+    pairs = []
+    for scope in scopes:
+        for (contender, capture), row in scope.cells.items():
+            twin = Contender(contender.variant, contender.precision, 128)
+            if contender.window == 64 and (twin, capture) in scope.cells:
+                pairs.append((scope, contender, capture, row, scope.cells[twin, capture]))
+    unit, write = clock(row["complete_us"] for *_, row, _ in pairs)
+    table = Table(
+        "Window of 64 against 128 query positions",
+        [
+            "suite",
+            "capture",
+            "variant",
+            "precision",
+            f"T with W64, {unit}",
+            f"T with W128, {unit}",
+            "W64 / W128",
+            "95 % interval",
+            "union pages W64",
+            "W128",
+        ],
+        notes=["Below 1 the smaller window is faster: its search is shorter, its unions are larger."],
+        text=(0, 1, 2, 3),
+    )
+    for scope, contender, capture, small, large in pairs:
+        ratio = compare(small, large)
+        table.rows.append(
+            [
+                scope.suite,
+                capture,
+                contender.variant,
+                contender.precision,
+                write(small["complete_us"]),
+                write(large["complete_us"]),
+                f"{ratio.value:.3f}",
+                interval(ratio),
+                count(small["union_pages"]),
+                count(large["union_pages"]),
+            ]
+        )
+    return table
+
+
+def cache(report: Report, scopes: Iterable[Scope]) -> Table:
+    """Cold against warm L2: each contender's speed-up in both, and what a cold cache costs it."""
+    scopes = list(scopes)
+    table = Table(
+        "L2 cold against warm",
+        [
+            "suite",
+            "variant",
+            "precision",
+            "speed-up cold",
+            "speed-up warm",
+            "cold time / warm time",
+            "captures",
+        ],
+        notes=[
+            "Cold: the cache is flushed before each sample. The last ratio is a geomean over the captures."
+        ],
+        text=(0, 1, 2),
+    )
+    for cold in (s for s in scopes if s.l2 == "cold"):
+        same = (cold.suite, cold.device, cold.gpu, cold.mode)
+        warm = next(
+            (s for s in scopes if s.l2 == "warm" and (s.suite, s.device, s.gpu, s.mode) == same), None
+        )
+        if warm is None:
+            continue
+        table.breaks.add(len(table.rows))
+        for contender in cold.contenders:
+            both = [c for c in cold.captures if (contender, c) in cold.cells and (contender, c) in warm.cells]
+            if not both:
+                continue
+            ratio = stats.geomean([compare(cold.cells[contender, c], warm.cells[contender, c]) for c in both])
+            means = [s.geomeans.get(contender) for s in (cold, warm)]
+            table.rows.append(
+                [
+                    cold.suite,
+                    contender.label,
+                    contender.precision,
+                    *(times(m.value if m else None) for m in means),
+                    f"{ratio.value:.3f}",
+                    str(len(both)),
+                ]
+            )
+    return table
+
+
+def tensors(report: Report, scopes: Iterable[Scope]) -> Table:
+    """Does a capture with seeded Q and KV time like the same capture with the model's own tensors?"""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for scope in scopes:
+        for row in scope.others:
+            key = (scope.suite, row["capture"], row["tables_sha256"], contender_of(row), scope.config)
+            found.setdefault(key, {})[row["tensors"]] = row
+    pairs = [(key, both) for key, both in found.items() if {"stored", "seeded"} <= set(both)]
+    unit, write = clock(row["complete_us"] for _, both in pairs for row in both.values())
+    table = Table(
+        "Seeded tensors against the model's own: does it change the time?",
+        [
+            "suite",
+            "capture",
+            "variant",
+            "precision",
+            f"stored, {unit}",
+            f"seeded, {unit}",
+            "seeded / stored",
+            "95 % interval",
+            "noise floor",
+            "verdict",
+        ],
+        notes=["same: the whole interval lies within twice the noise floor of 1."],
+        text=(0, 1, 2, 3, 9),
+    )
+    for (suite, capture, _, contender, _), both in pairs:
+        stored, seeded = both["stored"], both["seeded"]
+        ratio = compare(seeded, stored)
+        same_session = stored["session"] == seeded["session"]
+        floor = stats.floor_of(stored["noise_floor"], seeded["noise_floor"], same_session=same_session)
+        table.rows.append(
+            [
+                suite,
+                capture,
+                contender.label,
+                contender.precision,
+                write(stored["complete_us"]),
+                write(seeded["complete_us"]),
+                f"{ratio.value:.3f}",
+                interval(ratio),
+                percent(floor),
+                stats.verdict(ratio, floor).lower(),
+            ]
+        )
+    return table
+
+
+def provenance(report: Report) -> Table:
+    """What was measured, where, when and with which versions."""
+    frame = report.frame
+    table = Table("Provenance", ["what", "value"], text=(0, 1))
+    names = {
+        "gpu": "machine",
+        "driver": "driver",
+        "cuda": "CUDA",
+        "torch": "PyTorch",
+        "cupy": "CuPy",
+        "peer": "other libraries",
+        "commit": "pwbench commit",
+        "mode": "launch",
+        "l2": "L2 state",
+        "tensors": "Q and KV",
+    }
+    for column, heading in names.items():
+        values = sorted({str(v) for v in frame[column].dropna() if str(v)})
+        if values:
+            table.rows.append([heading, "; ".join(values)])
+    dates = sorted(str(d)[:10] for d in frame["created_utc"].dropna())
+    if dates:
+        table.rows.append(["measured", dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"])
+    sizes = [len(samples_of(row)) for scope in report.scopes for row in scope.cells.values()]
+    if sizes:
+        table.rows.append(
+            [
+                "samples per row",
+                f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}",
+            ]
+        )
+    table.rows.append(["rows", f"{len(frame)} from {frame['session'].nunique()} session(s)"])
+    if "file" in frame:
+        table.rows.append(["files", ", ".join(sorted({str(f) for f in frame["file"]}))])
+    return table

@@ -1,0 +1,387 @@
+"""The report's tables as plain text cells, from which every format is rendered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pwbench import stats
+from pwbench.report.model import Contender, Report, Scope
+from pwbench.results import STAGES, Row
+
+ACCURATE = 2.5e-3
+"""rel-L2 up to which a result counts as accurate (as FlashInfer)."""
+
+
+@dataclass
+class Table:
+    """A table of text cells.
+
+    Attributes:
+        title: what it shows, without a final stop.
+        columns: headings; those in ``text`` are aligned left, the rest right.
+        rows: cells, as many as columns.
+        notes: sentences below it that a reader needs to read it rightly.
+        strong: indices of rows to set in bold (a total, the best).
+        breaks: indices of rows before which a new block begins.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    text: tuple[int, ...] = (0,)
+    strong: set[int] = field(default_factory=set)
+    breaks: set[int] = field(default_factory=set)
+
+    def without_empty_columns(self) -> Table:
+        """The same table less the columns that hold nothing (a stage no variant has)."""
+        keep = [i for i in range(len(self.columns)) if i in self.text or any(row[i] for row in self.rows)]
+        return Table(
+            self.title,
+            [self.columns[i] for i in keep],
+            [[row[i] for i in keep] for row in self.rows],
+            self.notes,
+            tuple(keep.index(i) for i in self.text if i in keep),
+            self.strong,
+            self.breaks,
+        )
+
+
+# Cells --------------------------------------------------------------------------------------
+
+
+def times(ratio: float | None) -> str:
+    """A speed-up, ``1.70x``."""
+    if ratio is None or not math.isfinite(ratio):
+        return ""
+    return f"{ratio:.{0 if ratio >= 100 else 2 if ratio >= 0.1 else 4}f}x"
+
+
+def interval(ratio: stats.Ratio | None) -> str:
+    """The interval of a speed-up, or why there is none."""
+    if ratio is None:
+        return ""
+    if not ratio.known:
+        return f"none: {ratio.samples} sample{'s' if ratio.samples != 1 else ''}"
+    digits = 4 if ratio.value < 0.1 else 3
+    return f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
+
+
+def percent(share: float | None, signed: bool = False) -> str:
+    """A share of one, in percent."""
+    if share is None or not math.isfinite(share):
+        return ""
+    return f"{100 * share:{'+' if signed else ''}.1f} %"
+
+
+def error(value: float | None) -> str:
+    """A relative error in scientific notation."""
+    return "" if value is None or not math.isfinite(value) else f"{value:.1e}"
+
+
+def count(value: Any) -> str:
+    """A counter with thousands separated."""
+    return "" if value is None else f"{int(value):,}"
+
+
+def clock(values: Iterable[float | None]) -> tuple[str, Callable[[float | None], str]]:
+    """A unit that fits all of ``values`` (microseconds) and the function that writes one in it."""
+    largest = max((abs(v) for v in values if v is not None), default=0.0)
+    unit, scale = ("ms", 1e3) if largest >= 1e5 else ("us", 1.0)
+
+    def write(value: float | None) -> str:
+        if value is None or not math.isfinite(value):
+            return ""
+        value /= scale
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
+
+    return unit, write
+
+
+# Tables of one scope ------------------------------------------------------------------------
+
+
+def title_of(scope: Scope) -> str:
+    """The scope in words: suite, how it ran, and what it is compared with."""
+    against = f", against {scope.baseline_label}" if scope.baseline else ""
+    made_up = " (made-up selections)" if scope.synthetic else ""
+    return f"{scope.suite}{made_up}: {scope.config}{against}"
+
+
+def geomean(report: Report, scope: Scope) -> Table:
+    """Who is fastest over the suite, by how much, how sure, at what accuracy."""
+    table = Table(
+        f"Geomean speed-up, {title_of(scope)}",
+        ["variant", "precision", "speed-up", "95 % interval", "verdict", "captures", "worst rel-L2"],
+        text=(0, 1, 4),
+    )
+    total = len(scope.captures)
+    for contender in scope.contenders:
+        mean = scope.geomeans.get(contender)
+        rows = scope.rows_of(contender)
+        used = scope.counted(contender) if mean else len(rows)
+        table.rows.append(
+            [
+                contender.label,
+                contender.precision,
+                times(mean.value if mean else None),
+                "" if contender.variant == scope.baseline else interval(mean),
+                "baseline" if contender.variant == scope.baseline else scope.says(contender),
+                str(used) if used == total else f"{used} of {total}",
+                error(worst(rows, "rel_l2")),
+            ]
+        )
+    if scope.note:
+        table.notes.append(scope.note)
+    return table
+
+
+def speedups(report: Report, scope: Scope) -> Table:
+    """Speed-up of every contender on every capture, the geomean last."""
+    table = Table(
+        f"Speed-up per capture, {title_of(scope)}",
+        ["variant", "precision", *scope.captures, "geomean"],
+        text=(0, 1),
+    )
+    for contender in scope.contenders:
+        if contender.variant == scope.baseline and len(scope.contenders) > 1:
+            continue
+        cells = [_with_interval(scope.speedups.get((contender, capture))) for capture in scope.captures]
+        mean = scope.geomeans.get(contender)
+        table.rows.append([contender.label, contender.precision, *cells, _with_interval(mean)])
+    table.notes = [scope.note] if scope.note else []
+    table.notes.append("In brackets: 95 % bootstrap interval of the ratio of medians.")
+    return table
+
+
+def details(report: Report, scope: Scope) -> Table:
+    """Per capture and contender: speed-up, where the time goes, accuracy and page visits."""
+    unit, write = clock(row["complete_us"] for row in scope.cells.values())
+    stages = [f"{name}, {unit}" for name in ("complete", *STAGES, "gap")]
+    table = Table(
+        f"Each capture, {title_of(scope)}",
+        ["capture", "variant", "precision", "speed-up", *stages, "rel-L2", "union pages"],
+        text=(0, 1, 2),
+    )
+    for capture in scope.captures:
+        table.breaks.add(len(table.rows))
+        for contender in scope.contenders:
+            row = scope.cells.get((contender, capture))
+            if row is None:
+                continue
+            ratio = scope.speedups.get((contender, capture))
+            table.rows.append(
+                [
+                    capture,
+                    contender.label,
+                    contender.precision,
+                    times(ratio.value if ratio else None),
+                    *(write(row[f"{name}_us"]) for name in ("complete", *STAGES, "gap")),
+                    error(row["rel_l2"]),
+                    count(row["union_pages"]),
+                ]
+            )
+    return table.without_empty_columns()
+
+
+def split(report: Report, scope: Scope) -> Table:
+    """Where the complete call's time goes."""
+    unit, write = clock(row["complete_us"] for row in scope.cells.values())
+    names = ("complete", *STAGES, "gap")
+    table = Table(
+        f"Where the time goes, {title_of(scope)}",
+        ["capture", "variant", "precision", *(f"{name}, {unit}" for name in names), "prepare, ms"],
+        notes=[
+            "gap = complete - sum of the stages; negative means that stages overlap. A variant that cannot "
+            "be split reports its whole time as attention. prepare is untimed and one-off."
+        ],
+        text=(0, 1, 2),
+    )
+    for capture in scope.captures:
+        table.breaks.add(len(table.rows))
+        for contender in scope.contenders:
+            row = scope.cells.get((contender, capture))
+            if row is not None:
+                cells = [write(row[f"{name}_us"]) for name in names]
+                prepare = "" if row["prepare_ms"] is None else f"{row['prepare_ms']:,.0f}"
+                table.rows.append([capture, contender.label, contender.precision, *cells, prepare])
+    return table.without_empty_columns()
+
+
+def accuracy(report: Report, scope: Scope) -> Table:
+    """Worst error of every contender over the suite, beside what the FP8 cache itself costs."""
+    table = Table(
+        f"Accuracy, {scope.suite}: {scope.config}",
+        [
+            "variant",
+            "precision",
+            "rel-L2",
+            "max abs",
+            "cosine",
+            "rows checked",
+            "tensors",
+            "error of the FP8 cache itself",
+        ],
+        notes=[
+            "The worst over the captures, against the reference on the stored FP8 cache. The last column is "
+            "the distance between that reference and the model's own output: the price of storing FP8."
+        ],
+        text=(0, 1, 6),
+    )
+    for contender in sorted(
+        scope.contenders, key=lambda c: (worst(scope.rows_of(c), "rel_l2") or math.inf, c.label)
+    ):
+        rows = _rows_on_real_values(scope, contender)
+        kinds = ", ".join(sorted({str(row["tensors"]) for row in rows}))
+        lowest = min((row["cosine"] for row in rows if row["cosine"] is not None), default=None)
+        checked = sum(row["checked_rows"] or 0 for row in rows)
+        table.rows.append(
+            [
+                contender.label,
+                contender.precision,
+                error(worst(rows, "rel_l2")),
+                error(worst(rows, "max_abs")),
+                "" if lowest is None else f"{lowest:.6f}",
+                count(checked),
+                kinds,
+                error(worst(rows, "fp8_cache_rel_l2")),
+            ]
+        )
+    return table
+
+
+def counters(report: Report, scope: Scope) -> Table:
+    """The exact counters, one line per capture and way of grouping, naming those that share it."""
+    names = ("groups", "selected_pages", "union_pages", "subgroup_pages")
+    table = Table(
+        f"Counters, {scope.suite} (exact, the same on every device)",
+        [
+            "capture",
+            "context",
+            "grouping of",
+            "groups",
+            "selected pages",
+            "union pages",
+            "of selected",
+            "4-query pages",
+            "K and V read, MB",
+            "useful share of FLOP",
+        ],
+        text=(0, 2),
+    )
+    for capture in scope.captures:
+        table.breaks.add(len(table.rows))
+        shared: dict[tuple[Any, ...], list[str]] = {}
+        rows: dict[tuple[Any, ...], Row] = {}
+        for contender in scope.contenders:
+            row = scope.cells.get((contender, capture))
+            if row is not None and row["union_pages"] is not None:
+                key = tuple(row[name] for name in (*names, "kv_bytes", "mma_flops"))
+                shared.setdefault(key, []).append(contender.label)
+                rows[key] = row
+        for key, labels in sorted(shared.items(), key=lambda item: -item[0][2]):
+            row = rows[key]
+            table.rows.append(
+                [
+                    capture,
+                    count(row["context"]),
+                    ", ".join(sorted(set(labels))),
+                    *(count(row[n]) for n in names[:3]),
+                    percent(row["union_pages"] / row["selected_pages"]) if row["selected_pages"] else "",
+                    count(row["subgroup_pages"]),
+                    "" if row["kv_bytes"] is None else f"{row['kv_bytes'] / 1e6:,.0f}",
+                    percent(row["useful_flops"] / row["mma_flops"])
+                    if row["mma_flops"] and row["useful_flops"]
+                    else "",
+                ]
+            )
+    return table
+
+
+def roofline(report: Report, scope: Scope) -> Table:
+    """How close each contender comes to what the GPU's measured ceilings allow."""
+    unit, write = clock(row["complete_us"] for row in scope.cells.values())
+    table = Table(
+        f"Roofline, {title_of(scope)}",
+        [
+            "capture",
+            "variant",
+            "precision",
+            f"complete, {unit}",
+            f"attention, {unit}",
+            f"roofline, {unit}",
+            "bound by",
+            "attention reaches",
+            "complete call reaches",
+        ],
+        notes=["The roofline is the shortest attention time that the GPU's ceilings allow for the counters."],
+        text=(0, 1, 2, 6),
+    )
+    for capture in scope.captures:
+        table.breaks.add(len(table.rows))
+        for contender in scope.contenders:
+            row = scope.cells.get((contender, capture))
+            if row is None or not row["roofline_us"]:
+                continue
+            bound, attention = row["roofline_us"], row["attention_us"]
+            table.rows.append(
+                [
+                    capture,
+                    contender.label,
+                    contender.precision,
+                    write(row["complete_us"]),
+                    write(attention),
+                    write(bound),
+                    row["roofline_term"] or "",
+                    percent(bound / attention) if attention else "",
+                    percent(bound / row["complete_us"]),
+                ]
+            )
+    return table
+
+
+def unavailable(report: Report) -> Table:
+    """What could not run or failed, and why."""
+    table = Table(
+        "Not measured, and why",
+        ["variant", "precision", "where", "status", "captures", "reason"],
+        text=(0, 1, 2, 3, 5),
+    )
+    seen: dict[tuple[str, ...], list[str]] = {}
+    for scope in report.scopes:
+        for row in scope.missing:
+            where = scope.gpu if scope.device == "cuda" else "CPU"
+            key = (row["variant"], row["precision"], where, row["status"], row["reason"] or "")
+            seen.setdefault(key, []).append(f"{row['suite']}/{row['capture']}")
+    for (variant, precision, where, status, reason), captures in sorted(seen.items()):
+        distinct = sorted(set(captures))
+        listed = distinct[0] if len(distinct) == 1 else str(len(distinct))
+        table.rows.append([variant, precision, where, status, listed, reason])
+    return table
+
+
+def worst(rows: Iterable[Row], name: str) -> float | None:
+    """The largest value of a column, None where no row has one."""
+    return max((float(row[name]) for row in rows if row[name] is not None), default=None)
+
+
+def _with_interval(ratio: stats.Ratio | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{times(ratio.value)} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.known else times(ratio.value)
+
+
+def _rows_on_real_values(scope: Scope, contender: Contender) -> list[Row]:
+    """The contender's rows, those on stored tensors where there are any: seeded values prove nothing."""
+    mine = [
+        row
+        for row in scope.others
+        if row["tensors"] == "stored"
+        and (row["variant"], row["precision"], row["window"])
+        == (contender.variant, contender.precision, contender.window)
+    ]
+    newest = {row["capture"]: row for row in mine}
+    return list(newest.values()) or scope.rows_of(contender)
