@@ -24,7 +24,6 @@ def repository() -> Path:
 def small_captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder ``captures`` with the suite ``small``: two captures, ``one`` (full) and ``two`` (tables)."""
     from pwbench.capture import write
-
     from tests.calls import make_call
 
     root = tmp_path_factory.mktemp("data") / "captures"
@@ -42,5 +41,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pwbench.results import Row
 
 _BOTH = {"graph": ("graph",), "eager": ("eager",), "cold": ("cold",), "warm": ("warm",)}
-_TIMES = ("complete", "search", "metadata", "attention", "gap")
+_TIMES = ("complete", "search", "metadata", "attention")
 
 
 def _variant_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -217,26 +217,32 @@ def _show(rows: list[Row]) -> None:
     from rich.table import Table
 
     console = Console(soft_wrap=True, highlight=False)
-    for heading, group in groupby(rows, key=_heading):
-        table = Table(title=heading, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for place, members in groupby(rows, key=_place):
+        group = list(members)
+        times = [row["complete_us"] for row in group if row["complete_us"] is not None]
+        unit, factor = ("ms", 1e-3) if times and max(times) >= 1e5 else ("us", 1.0)
+        table = Table(
+            title=f"{place}, {unit}", title_justify="left", title_style="bold", box=None, pad_edge=False
+        )
         table.add_column("variant", min_width=18)
-        for name in (*_TIMES, "rel-L2", "union pages"):
-            table.add_column(name, justify="right")
+        for name in (*_TIMES, "rel-L2", "pages"):
+            table.add_column(name, justify="right", min_width=7)
         for row in group:
             if row["status"] == "ok":
-                times = [_number(row[f"{name}_us"]) for name in _TIMES]
-                table.add_row(row["variant"], *times, f"{row['rel_l2']:.1e}", f"{row['union_pages']:,}")
+                shown = [_number(row[f"{name}_us"], factor) for name in _TIMES]
+                table.add_row(row["variant"], *shown, f"{row['rel_l2']:.1e}", f"{row['union_pages']:,}")
             else:
-                table.add_row(row["variant"], row["status"], style="yellow")
-        console.print(table, "")
+                table.add_row(row["variant"], f"({row['status']})", style="yellow")
+        console.print(table)
+        console.print()
     for row in rows:
         if row["status"] == "unavailable":
             say(f"{row['variant']} was not measured on {row['capture']} ({row['mode']}): {row['reason']}")
 
 
-def _heading(row: Row) -> str:
-    return f"{row['suite']}/{row['capture']}: microseconds on the {row['gpu']}, {row['mode']}, L2 {row['l2']}"
+def _place(row: Row) -> str:
+    return f"{row['suite']}/{row['capture']} on {row['gpu']}, {row['mode']}, L2 {row['l2']}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
+def _number(value: float | None, factor: float) -> str:
+    return "-" if value is None else f"{value * factor:,.1f}"
