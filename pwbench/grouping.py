@@ -22,8 +22,8 @@ MAX_GROUP = 32
 SUBGROUP = 4
 """Slots whose 4 x 16 query heads fill the 64 rows of one tensor-core round."""
 
-_WINDOWS_AT_ONCE = 4096
-"""Windows searched together: bounds the working memory, not the result."""
+_WINDOWS_AT_ONCE = 256
+"""Windows searched together: they fill a cache and bound the working memory, the result is the same."""
 
 
 @dataclass(frozen=True, eq=False)
