@@ -179,13 +179,13 @@ class Tables:
         Raises:
             CaptureError: a file is not Parquet, lacks a column, or its rows do not form the arrays.
         """
-        queries = _read_parquet(directory / QUERIES, QUERY_COLUMNS)
-        requests = _read_parquet(directory / REQUESTS, REQUEST_COLUMNS)
+        queries = read_table(directory / QUERIES)
+        requests = read_table(directory / REQUESTS)
         q_start, q_len = _ints(requests, "q_start"), _ints(requests, "q_len")
         total_q = int(q_len.sum())
         if not np.array_equal(q_start, np.cumsum(q_len) - q_len):
             raise CaptureError(
-                f"{directory / REQUESTS}: q_start begins {q_start[:4].tolist()}, expected running sums of q_len."
+                f"{directory / REQUESTS}: q_start begins {q_start[:4].tolist()}, expected sums of q_len."
             )
         heads = _kv_heads(queries, total_q, directory)
         pages = queries["pages"].combine_chunks()
@@ -198,7 +198,16 @@ class Tables:
             raise CaptureError(
                 f"{directory / QUERIES}: column pages holds nulls, expected {TOPK} ids in every row."
             )
-        tables = requests["page_table"].to_pylist()
+        if (q_len < 0).any():
+            raise CaptureError(f"{directory / REQUESTS}: q_len holds {q_len.min()}, expected at least 0.")
+        page_lists = requests["page_table"]
+        if not pa.types.is_list(page_lists.type) or not pa.types.is_integer(page_lists.type.value_type):
+            raise CaptureError(
+                f"{directory / REQUESTS}: column page_table is {page_lists.type}, expected lists of integers."
+            )
+        tables = page_lists.to_pylist()
+        if any(row is None or None in row for row in tables):
+            raise CaptureError(f"{directory / REQUESTS}: column page_table holds nulls, expected none.")
         width = max((len(t) for t in tables), default=0)
         page_table = np.full((len(tables), width), INVALID, dtype=np.int32)
         for request, row in enumerate(tables):
@@ -281,7 +290,13 @@ def _write_parquet(table: pa.Table, path: Path) -> None:
     )
 
 
-def _read_parquet(path: Path, columns: tuple[str, ...]) -> pa.Table:
+def read_table(path: Path) -> pa.Table:
+    """`QUERIES` or `REQUESTS` as stored, every column that this version knows of present.
+
+    Raises:
+        CaptureError: it is not Parquet or lacks a column.
+    """
+    columns = QUERY_COLUMNS if path.name == QUERIES else REQUEST_COLUMNS
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:

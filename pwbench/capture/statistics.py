@@ -36,3 +36,18 @@ def union_sizes(tables: Tables, group: int, order: np.ndarray | None = None) -> 
         seen[group_of[:, None], np.where(pages == INVALID, width - 1, pages)] = True
         sizes.append(seen[:, :-1].sum(axis=1))
     return np.concatenate(sizes) if sizes else np.zeros(0, dtype=np.int64)
+
+
+def summary(sizes: np.ndarray) -> dict[str, float]:
+    """Groups, sum, mean and percentiles of union sizes."""
+    if not len(sizes):
+        return {"groups": 0, "sum": 0, "mean": 0.0, "p10": 0.0, "p50": 0.0, "p90": 0.0}
+    p10, p50, p90 = np.percentile(sizes, (10, 50, 90))
+    return {
+        "groups": len(sizes),
+        "sum": int(sizes.sum()),
+        "mean": float(sizes.mean()),
+        "p10": float(p10),
+        "p50": float(p50),
+        "p90": float(p90),
+    }

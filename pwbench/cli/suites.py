@@ -162,8 +162,8 @@ def survey(
     )
     for r in rows:
         click.echo(
-            f"{r['context']:8} {r['prompt']:10} {r['layer']:5} {r['queries']:8} {r['u4']:7.1f} {r['u8']:7.1f} "
-            f"{r['quantile']:9.2f}"
+            f"{r['context']:8} {r['prompt']:10} {r['layer']:5} {r['queries']:8} {r['u4']:7.1f} "
+            f"{r['u8']:7.1f} {r['quantile']:9.2f}"
         )
 
 
