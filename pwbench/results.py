@@ -40,6 +40,7 @@ __all__ = [
     "describe",
     "load",
     "load_rows",
+    "rows_in_order",
     "schema",
     "write",
 ]
@@ -222,6 +223,13 @@ def load_rows(path: str | Path) -> list[Row]:
     for row in rows:
         row["stage_samples"] = None if row["stage_samples"] is None else dict(row["stage_samples"])
     return rows
+
+
+def rows_in_order(frame: pd.DataFrame) -> list[Row]:
+    """The rows of a frame that `load` made as plain dicts, oldest first, nulls as None."""
+    clean = frame.astype(object).where(frame.notna(), None)
+    rows: list[Row] = clean.to_dict("records")  # type: ignore[assignment]
+    return sorted(rows, key=lambda row: row["created_utc"] or "")
 
 
 def describe(path: str | Path) -> dict[str, Any]:

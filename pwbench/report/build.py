@@ -16,7 +16,7 @@ from pwbench.report.model import (
     contender_of,
     samples_of,
 )
-from pwbench.results import CHOICES, Row
+from pwbench.results import CHOICES, Row, rows_in_order
 
 SUITE_ORDER = ("six", "six-2k", "five-64k", "batch")
 _CLOCKS_APART = 0.03
@@ -32,7 +32,7 @@ def build(frame: pd.DataFrame, baseline: str = DEFAULT_BASELINE, fallback: str |
             speed-up, and the report says so; CPU rows are then compared with ``reference``.
         fallback: the variant to use there instead.
     """
-    rows = _records(frame)
+    rows = rows_in_order(frame)
     warnings: list[str] = []
     scopes: dict[tuple[str, ...], Scope] = {}
     for row in rows:
@@ -45,18 +45,12 @@ def build(frame: pd.DataFrame, baseline: str = DEFAULT_BASELINE, fallback: str |
         _choose_baseline(scope, baseline, fallback)
     ordered = sorted(scopes.values(), key=_scope_order)
     warnings += _measurement_warnings(ordered)
-    return Report(baseline, ordered, _current_rows(ordered), list(dict.fromkeys(warnings)), frame)
-
-
-def _records(frame: pd.DataFrame) -> list[Row]:
-    clean = frame.astype(object).where(frame.notna(), None)
-    rows: list[Row] = clean.to_dict("records")  # type: ignore[assignment]
-    return rows
+    return Report(baseline, ordered, _with_speedups(ordered), list(dict.fromkeys(warnings)), frame)
 
 
 def _fill(scope: Scope, warnings: list[str]) -> None:
     """Split the scope's rows into current cells and what is missing."""
-    rows = sorted(scope.others, key=lambda row: row["created_utc"] or "")
+    rows = scope.others
     scope.others = [row for row in rows if row["status"] == "ok"]
     for capture in dict.fromkeys(row["capture"] for row in rows):
         mine = [row for row in rows if row["capture"] == capture]
@@ -130,7 +124,7 @@ def _scope_warnings(scope: Scope) -> list[str]:
     if throttled:
         what = ", ".join(sorted({str(row["throttle"]) for row in throttled}))
         found.append(
-            f"clocks were held back in {len(throttled)} {share} ({what}); those times are not the GPU's best"
+            f"{len(throttled)} {share} were disturbed while sampling ({what}); not the GPU's best times"
         )
     few = sum(len(samples_of(row)) < stats.ENOUGH for row in rows)
     if few:
@@ -156,7 +150,7 @@ def _scope_warnings(scope: Scope) -> list[str]:
     return found
 
 
-def _current_rows(scopes: list[Scope]) -> list[Row]:
+def _with_speedups(scopes: list[Scope]) -> list[Row]:
     rows = []
     for scope in scopes:
         for (contender, capture), row in scope.cells.items():

@@ -1,0 +1,164 @@
+"""The blessed counters of the stored captures: counted without replay, kept with who, when, why."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pwbench import counters
+from pwbench.capture import Capture, discover, load
+from pwbench.errors import InputError, MeasurementError
+from pwbench.grouping import identity_order, regroup
+from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, SparsePrefillCall, supports
+
+SCHEMA_NAME = "pwbench.counters"
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+DEFAULT = Path("results") / "counters.json"
+GROUP = 8
+WINDOWS = (64, 128)
+
+
+def count_captures(
+    paths: Sequence[str | Path] = (), done: Callable[[str], None] = lambda name: None
+) -> dict[str, Any]:
+    """Counters of captures in every order the gate watches.
+
+    Args:
+        paths: captures or folders of them; none = all under ``captures/``.
+        done: told each capture's name when it is finished.
+
+    Returns:
+        ``{"suite/capture": {"tables_sha256": ..., "groupings": {name: counters}}}`` with groupings
+        ``per-query``, ``original``, ``regroup-w64`` and ``regroup-w128``.
+
+    Raises:
+        CaptureError: a path holds no capture, or one is damaged.
+    """
+    found: dict[str, Any] = {}
+    for path in discover([str(path) for path in paths]):
+        capture = load(path)
+        name = f"{capture.suite}/{capture.name}"
+        found[name] = {"tables_sha256": capture.tables_sha256, "groupings": count_capture(capture)}
+        done(name)
+    return found
+
+
+def count_capture(capture: Capture) -> dict[str, dict[str, int]]:
+    """Counters of one capture, by grouping."""
+    call = _call_without_values(capture)
+    pages, _ = supports(call)
+    bounds = call.cu_seqlens_q.numpy()
+    original = identity_order(call.kv_heads, call.total_q)
+    found = {
+        "per-query": counters.count(call, pages, original, 1),
+        "original": counters.count(call, pages, original, GROUP),
+    }
+    for window in WINDOWS:
+        order = regroup(pages, bounds, window=window, group=GROUP)
+        found[f"regroup-w{window}"] = counters.count(call, pages, order, GROUP)
+    return found
+
+
+def _call_without_values(capture: Capture) -> SparsePrefillCall:
+    """The recorded call with tensors that were never written: counters look only at the selections."""
+    tables = capture.tables
+    heads, pages = tables.kv_heads, max(tables.cache_pages, 1)
+    q = torch.empty((tables.total_q, GROUP_HEADS * heads, HEAD_DIM), dtype=torch.bfloat16)
+    kv = torch.empty((pages, heads, PAGE, 2 * HEAD_DIM), dtype=torch.float8_e4m3fn)
+    return tables.call(q, kv, softmax_scale=1.0)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A stored baseline: ``{"blessed": [...], "captures": {...}}``.
+
+    Raises:
+        InputError: it is absent, no JSON, foreign or of an unknown major version.
+    """
+    path = Path(path)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"There is no counter baseline at {path}; `pwbench gate --bless --why 'first baseline'` makes one."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is no readable counter baseline ({error}); bless anew.") from error
+    schema = stored.get("schema", {}) if isinstance(stored, dict) else {}
+    if schema.get("name") != SCHEMA_NAME or not isinstance(stored.get("captures"), dict):
+        raise InputError(
+            f"{path} is JSON but not a counter baseline of pwbench (its schema does not say so)."
+        )
+    if schema.get("major") != SCHEMA_MAJOR:
+        raise InputError(
+            f"{path} has format {schema.get('major')}, this pwbench reads {SCHEMA_MAJOR}: bless anew."
+        )
+    return dict(stored)
+
+
+def bless(path: str | Path, captures: dict[str, Any], why: str, who: str | None = None) -> dict[str, str]:
+    """Make ``captures`` the baseline at ``path`` and add to its history who did so, when and why.
+
+    Raises:
+        InputError: no reason is given, or the file there is something else.
+        MeasurementError: it could not be written; the old one is unchanged.
+    """
+    path = Path(path)
+    entry = blessing(why, who)
+    history = read(path)["blessed"] if path.exists() else []
+    stored = {
+        "schema": {"name": SCHEMA_NAME, "major": SCHEMA_MAJOR, "minor": SCHEMA_MINOR},
+        "blessed": [*history, entry],
+        "captures": captures,
+    }
+    temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(stored, file, indent=1, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise MeasurementError(
+            f"Could not write {path}: {error.strerror}; the old baseline is unchanged."
+        ) from error
+    return entry
+
+
+def blessing(why: str, who: str | None = None) -> dict[str, str]:
+    """Who blesses, when and why.
+
+    Raises:
+        InputError: no reason is given.
+    """
+    if not why.strip():
+        raise InputError("A blessing needs a reason: --why 'what changed and why that is right'.")
+    return {
+        "who": who or _whoami(),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "why": why.strip(),
+    }
+
+
+def _whoami() -> str:
+    """The committer's name where git knows it, else the login name."""
+    try:
+        named = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True, timeout=10)
+        if named.returncode == 0 and named.stdout.strip():
+            return named.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
