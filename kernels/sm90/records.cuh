@@ -1,0 +1,51 @@
+// What the metadata kernels hand to the attention kernels. A *task* is TASK_QUERIES consecutive
+// execution slots of one request in one KV head: the queries that walk one list of pages together.
+#pragma once
+
+#include "ptx.cuh"
+
+constexpr int SLOTS = 16;  // slots a task record has room for, and bits in a membership mask
+
+/// One page of a task's union. Bit s of `members` says that slot s selected the page and sees a token of it.
+struct PageRecord {
+    int row;  // physical row of the paged cache
+    unsigned short logical;
+    unsigned short members;
+};
+
+/// One slot of a task. An unused slot has query -1 and sees nothing.
+struct SlotRecord {
+    int query;    // original query row: where Q is read and the output written
+    int visible;  // tokens it may see: min(seq_len, position + 1)
+};
+
+/// One task. Its pages are the first `pages` entries of its stretch of page records, by ascending logical page.
+/// Tasks past a head's last are unused: no pages, no queries.
+struct alignas(16) TaskRecord {
+    int pages;
+    int queries;
+    int kv_head;
+    int request;
+    SlotRecord slots[SLOTS];
+};
+
+static_assert(sizeof(PageRecord) == 8, "fetched as one 8-byte word");
+static_assert(sizeof(TaskRecord) == 144, "fetched as nine 16-byte words");
+
+/// What an attention kernel takes beside the tensor map of the keys, which is 8-bit and 4-D:
+/// {channel, token, KV head, physical row}, box {128, 128, 1, 1}, 128-byte swizzle.
+struct AttentionParams {
+    const uint8_t* q;        // [total_q, Hq, 128] bf16
+    uint8_t* out;            // [total_q, Hq, 128] bf16
+    const uint8_t* values;   // V^T images, 16 KiB for each (physical row, KV head): see pack_values.cuh
+    const TaskRecord* task_records;
+    const PageRecord* page_records;
+    const int* task_order;   // tasks by descending work, or null: as they are
+    int* next_task;          // zeroed by the metadata kernels, for persistent blocks to count with
+    int64_t query_bytes;     // from one query row of q and out to the next
+    int tasks;               // task records, unused ones included
+    int kv_heads;
+    int record_stride;       // page records from one task to the next
+    float scale_log2;        // softmax_scale * k_scale * log2(e)
+    float v_scale;
+};
