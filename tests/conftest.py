@@ -27,10 +27,12 @@ def small_captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.calls import make_call
 
     root = tmp_path_factory.mktemp("data") / "captures"
-    one = make_call(1, q_lens=(21, 12), selection="local", poison="none")
+    one = make_call(1, q_lens=(21, 12), selection="local", poison="none", spare_pages=0)
     write(root / "small" / "one", one, kind="full")
     write(
-        root / "small" / "two", make_call(2, q_lens=(19,), selection="random", poison="none"), kind="tables"
+        root / "small" / "two",
+        make_call(2, q_lens=(19,), selection="random", poison="none", spare_pages=0),
+        kind="tables",
     )
     return root
 
