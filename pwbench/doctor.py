@@ -21,8 +21,8 @@ STATES = ("ok", "note", "problem")
 """``note``: something optional is absent. ``problem``: something that should work does not."""
 
 BASE = (
-    "click", "filelock", "jinja2", "junitparser", "matplotlib", "numpy", "pandas", "pyarrow", "rich", "safetensors",
-    "scipy", "torch",
+    "click", "filelock", "jinja2", "junitparser", "matplotlib", "numpy", "pandas", "pyarrow", "rich",
+    "safetensors", "scipy", "torch",
 )  # fmt: skip
 TRANSFORMERS = "5.17."
 
@@ -74,12 +74,7 @@ def examine(captures: Sequence[str | Path] = ("captures",), deep: bool = True) -
 
 def _python() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        yield Finding(
-            "python", "problem", f"Python {version}, pwbench needs 3.11 or newer", "use a newer Python"
-        )
-    else:
-        yield Finding("python", "ok", f"Python {version}, pwbench {__version__} at {Path(__file__).parent}")
+    yield Finding("python", "ok", f"Python {version}, pwbench {__version__} at {Path(__file__).parent}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -120,7 +115,8 @@ def _torch_and_gpu() -> Iterator[Finding]:
     seen = info(torch.device("cuda", torch.cuda.current_device()))
     text = (
         f"{seen.name}, compute capability {seen.capability}, {seen.sm_count} SMs, "
-        f"{(seen.memory_bytes or 0) >> 30} GiB, driver {seen.driver}, up to {seen.max_sm_clock_mhz or 0:.0f} MHz"
+        f"{(seen.memory_bytes or 0) >> 30} GiB, driver {seen.driver}, "
+        f"up to {seen.max_sm_clock_mhz or 0:.0f} MHz"
     )
     if seen.capability == "9.0":
         yield Finding("gpu", "ok", text)
@@ -152,7 +148,7 @@ def _gpu_state() -> Iterator[Finding]:
     for one in others:
         size = f", {one.memory_bytes >> 20} MiB" if one.memory_bytes else ""
         yield Finding(
-            "processes", "problem", f"{one.name} (pid {one.pid}{size}) uses this GPU; times would mean nothing",
+            "processes", "problem", f"{one.name} (pid {one.pid}{size}) uses this GPU; times mean nothing",
             "wait for it, or choose another GPU: CUDA_VISIBLE_DEVICES=N pwbench ...",
         )  # fmt: skip
     if not others:
@@ -209,7 +205,7 @@ def _variants() -> Iterator[Finding]:
             yield Finding("variants", "note", f"{name}: {reason}", _command_in(reason))
     if _has_gpu() and importlib.util.find_spec("flashinfer") and not importlib.util.find_spec("cutlass"):
         yield Finding(
-            "variants", "note", "FlashInfer's CuTe kernels cannot run: its compiler is missing; Cake kernels can",
+            "variants", "note", "FlashInfer's CuTe kernels lack their compiler; its Cake kernels run",
             "pip install nvidia-cutlass-dsl==4.8.1",
         )  # fmt: skip
 
