@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,7 @@ class Prepared:
         details: facts for the result row, such as the peer's version and which of its kernels ran.
         counters: counters of the result row, for a variant that does not work by groups of an
             execution order; None = those of `pwbench.counters.count` for its order and group.
+        debug: what the last run decided on the way, by name, for tests; None where nothing is kept.
     """
 
     run: Callable[[], None]
@@ -60,6 +61,7 @@ class Prepared:
     graphable: bool = True
     details: dict[str, str] = field(default_factory=dict)
     counters: Callable[[], dict[str, float]] | None = None
+    debug: Callable[[], dict[str, Any]] | None = None
 
 
 class Variant(ABC):

@@ -1,0 +1,224 @@
+"""What a union variant needs on a GPU, from shapes alone: designs, grids, buffers, records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pwbench.errors import VariantUnavailable
+from pwbench.grouping import Unions
+from pwbench.operator import HEAD_DIM, PAGE, TOPK, SparsePrefillCall
+
+BLOCK = 256
+"""Threads of every metadata block (metadata.cuh)."""
+IMAGE_BYTES = PAGE * HEAD_DIM
+"""One V^T image (pack_values.cuh)."""
+MAX_PAGES = 1 << 16
+"""Logical ids are 16 bits wide in page records."""
+PACK_BLOCKS = 8
+"""Blocks a multiprocessor can hold while packing: 256 threads, 16 KiB of shared memory."""
+
+PAGE_RECORD = np.dtype([("row", "i4"), ("logical", "u2"), ("members", "u2")])
+SLOTS = 16
+TASK_RECORD = np.dtype(
+    [
+        *((name, "i4") for name in ("pages", "queries", "kv_head", "request")),
+        ("slots", [("query", "i4"), ("visible", "i4")], SLOTS),
+    ]
+)
+"""Mirrors of records.cuh, to read back what the kernels wrote."""
+
+
+@dataclass(frozen=True)
+class Design:
+    """An attention kernel and the tasks it wants.
+
+    Attributes:
+        source: file with the entry ``attention(keys, params)``. It declares the dynamic shared memory
+            it needs as the constant ``shared_bytes``.
+        queries: execution slots of a task, at most 16.
+        threads: of a block.
+        cluster: blocks of a cluster; the source fixes it with ``__cluster_dims__``.
+        persistent: as many blocks as fit the machine, which take tasks from a counter, longest first;
+            otherwise a cluster for each task.
+        gate: windows whose neighbours' mean union is at most this many pages are not searched.
+        programmatic: launches overlap the tail of the one before; the source must wait for it.
+        defines: macros of the source.
+    """
+
+    source: str
+    queries: int
+    threads: int
+    cluster: int = 1
+    persistent: bool = False
+    gate: float = 0.0
+    programmatic: bool = False
+    defines: Mapping[str, int] = field(default_factory=dict)
+
+
+DESIGNS: dict[str, dict[str, Design]] = {
+    "union8": {
+        "fast": Design("union8.cu", queries=8, threads=256, cluster=2),
+        "accurate": Design("union8.cu", queries=8, threads=256, cluster=2, defines={"ACCURATE": 1}),
+    },
+    "pageweaver": {
+        "fast": Design("pageweaver.cu", queries=12, threads=512, persistent=True),
+        "accurate": Design("pageweaver.cu", queries=8, threads=384, persistent=True, defines={"ACCURATE": 1}),
+    },
+}
+"""Attention kernel by the first part of the variant's name and precision."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one call that follow from shapes alone: grids, buffers, shared memory.
+
+    Attributes:
+        queries: slots of a task.
+        window: query rows of a search window, a multiple of ``queries`` so that groups fill tasks.
+        tasks_per_head, windows_per_head: bounds; request boundaries are only known on the device.
+        images: V^T images, one for each row of the cache and KV head.
+    """
+
+    total_q: int
+    requests: int
+    kv_heads: int
+    max_pages: int
+    pool_pages: int
+    queries: int
+    window: int
+
+    @classmethod
+    def of(cls, call: SparsePrefillCall, queries: int, window: int) -> Plan:
+        """Raises:
+        VariantUnavailable: the page table is wider than a page record's logical id.
+        """
+        max_pages = call.page_table.shape[1]
+        if max_pages > MAX_PAGES:
+            raise VariantUnavailable(
+                f"The page table is {max_pages} pages wide, the kernels' records hold ids up to {MAX_PAGES}."
+            )
+        return cls(
+            total_q=call.total_q,
+            requests=call.requests,
+            kv_heads=call.kv_heads,
+            max_pages=max_pages,
+            pool_pages=call.k.shape[0],
+            queries=queries,
+            window=max(window - window % queries, queries),
+        )
+
+    @property
+    def tasks_per_head(self) -> int:
+        return -(-self.total_q // self.queries) + self.requests
+
+    @property
+    def tasks(self) -> int:
+        return self.kv_heads * self.tasks_per_head
+
+    @property
+    def record_stride(self) -> int:
+        return self.queries * TOPK
+
+    @property
+    def windows_per_head(self) -> int:
+        return -(-self.total_q // self.window) + self.requests
+
+    @property
+    def windows(self) -> int:
+        return self.kv_heads * self.windows_per_head
+
+    @property
+    def images(self) -> int:
+        return self.pool_pages * self.kv_heads
+
+    def pack_blocks(self, multiprocessors: int) -> int:
+        """Blocks that share the V images: one for each possible page, or as many as run at once."""
+        return min(self.requests * self.max_pages * self.kv_heads, PACK_BLOCKS * multiprocessors)
+
+    @property
+    def _bitmap_bytes(self) -> int:
+        return -(-self.max_pages // 32) * 6  # a bitmap word and a 16-bit prefix
+
+    @property
+    def prepare_shared(self) -> int:
+        """Dynamic shared memory of `prepare` (UnionScratch, then the bitmap), never less than a V image."""
+        return max(BLOCK * (PAGE_RECORD.itemsize + 4) + 64 + self._bitmap_bytes, IMAGE_BYTES)
+
+    @property
+    def regroup_shared(self) -> int:
+        """Dynamic shared memory of `regroup` (WindowScratch, then the bitmap), never less than a V image."""
+        columns = 64 if self.window <= 64 else 128
+        return max(2 * columns * (columns + TOPK) + 64 + self._bitmap_bytes, IMAGE_BYTES)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Device buffers of one prepared call; nothing is allocated afterwards.
+
+    Attributes:
+        order: row executed at each slot, ``[Hkv, total_q]`` int32; original order until searched.
+        tasks, pages: `TASK_RECORD` and `PAGE_RECORD` bytes.
+        task_work, task_order: one int32 for each task.
+        counters: ``[2]`` int32: tasks handed out (attention), tasks prepared (prepare).
+        images: V^T bytes.
+    """
+
+    order: torch.Tensor
+    tasks: torch.Tensor
+    pages: torch.Tensor
+    task_work: torch.Tensor
+    task_order: torch.Tensor
+    counters: torch.Tensor
+    images: torch.Tensor
+
+    @classmethod
+    def allocate(cls, plan: Plan, device: torch.device) -> Workspace:
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        def octets(count: int) -> torch.Tensor:
+            return torch.empty(count, dtype=torch.uint8, device=device)
+
+        order = torch.arange(plan.total_q, dtype=torch.int32, device=device)
+        return cls(
+            order=order.repeat(plan.kv_heads, 1),
+            tasks=octets(plan.tasks * TASK_RECORD.itemsize),
+            pages=octets(plan.tasks * plan.record_stride * PAGE_RECORD.itemsize),
+            task_work=integers(plan.tasks),
+            task_order=integers(plan.tasks),
+            counters=integers(2),
+            images=octets(plan.images * IMAGE_BYTES),
+        )
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in vars(self).values())
+
+
+def unions_of(tasks: np.ndarray, pages: np.ndarray) -> Unions:
+    """Task and page records as the `Unions` that `pwbench.grouping.prepare_unions` would make.
+
+    Args:
+        tasks: ``[T]`` of `TASK_RECORD`; unused ones are dropped.
+        pages: ``[T, record_stride]`` of `PAGE_RECORD`.
+    """
+    used = np.flatnonzero(tasks["queries"] > 0)
+    tasks, pages = tasks[used], pages[used]
+    listed = np.arange(pages.shape[1]) < tasks["pages"][:, None]
+    size = tasks["queries"].astype(np.int32)
+    begin = np.zeros_like(size)
+    for head in np.unique(tasks["kv_head"]):
+        own = tasks["kv_head"] == head
+        begin[own] = np.cumsum(size[own]) - size[own]
+    return Unions(
+        kv_head=tasks["kv_head"].astype(np.int32),
+        begin=begin,
+        size=size,
+        offsets=np.concatenate([[0], np.cumsum(tasks["pages"], dtype=np.int64)]),
+        pages=pages["logical"][listed].astype(np.int32),
+        masks=pages["members"][listed].astype(np.uint32),
+    )
