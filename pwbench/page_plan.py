@@ -93,9 +93,12 @@ def list_queries(supports: np.ndarray, cu_seqlens_q: np.ndarray, chunk_rows: int
     first = np.ones(len(order), dtype=bool)
     first[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
     starts = np.flatnonzero(first)
-    of_list = [keys[i, starts].astype(np.int32) for i in range(4)]
+    chunk, head, request, page = keys[:, starts].astype(np.int32)
     return PageLists(
-        *of_list,
+        chunk=chunk,
+        kv_head=head,
+        request=request,
+        page=page,
         offsets=np.append(starts, len(order)).astype(np.int64),
         rows=row[order].astype(np.int32),
         slots=slot[order].astype(np.int32),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +20,9 @@ from pwbench.page_plan import (
 from pwbench.variants._base import Options, Prepared, Stage, Variant
 from pwbench.variants._page_union_cpu import PageWalk
 from pwbench.variants._union import cuda_missing
+
+if TYPE_CHECKING:
+    from pwbench.variants._page_union_gpu import PageKernels
 
 
 class PageUnion(Variant):
@@ -50,7 +55,7 @@ class PageUnion(Variant):
     def prepare(self, call: SparsePrefillCall, options: Options) -> Prepared:
         chunk_rows = chunk_rows_for(call.total_q, call.kv_heads, self.workspace_bytes)
         tiles_per_load = tiles_per_load_for(chunk_rows, call.kv_heads)
-        walk: PageWalk
+        walk: PageWalk | PageKernels
         if call.device.type == "cuda":
             from pwbench.variants import _page_union_gpu  # needs CuPy and a driver
 
@@ -59,8 +64,8 @@ class PageUnion(Variant):
             walk = PageWalk(call, chunk_rows)
         stages = [Stage("search", _nothing), Stage("metadata", walk.metadata)]
         for chunk in range(walk.chunks):
-            stages.append(Stage("attention", lambda chunk=chunk: walk.attention(chunk)))
-            stages.append(Stage("reduction", lambda chunk=chunk: walk.reduction(chunk)))
+            stages.append(Stage("attention", partial(walk.attention, chunk)))
+            stages.append(Stage("reduction", partial(walk.reduction, chunk)))
 
         def run() -> None:
             for stage in stages[1:]:
@@ -72,16 +77,15 @@ class PageUnion(Variant):
             return counters(call, pages, lists, tiles_per_load)
 
         workspace = ROW_BYTES * chunk_rows * call.kv_heads
+        split = f"{walk.chunks} chunk{'s' * (walk.chunks != 1)} of {chunk_rows} rows"
+        shared = f"at most {tiles_per_load} tile{'s' * (tiles_per_load != 1)} a page load"
         return Prepared(
             run=run,
             stages=stages,
             out=walk.out,
             group=1,
             graphable=call.device.type == "cuda",
-            details={
-                "peer": f"{walk.chunks} chunks of {chunk_rows} rows, {workspace >> 20} MiB of partial outputs, "
-                f"up to {tiles_per_load} tiles a page load",
-            },
+            details={"peer": f"{split}, {workspace >> 20} MiB of partial outputs, {shared}"},
             counters=count,
         )
 

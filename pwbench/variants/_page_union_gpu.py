@@ -1,0 +1,254 @@
+"""The page-major kernels bound to one call: workspace planned, parameters packed, launches ready."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from pwbench import kernels
+from pwbench.errors import VariantUnavailable
+from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, TOPK, SparsePrefillCall
+from pwbench.page_plan import TILE_QUERIES
+
+_LISTS, _UNION, _VALUES = "page_lists.cu", "page_union.cu", "pack_values.cu"
+_LIST_BLOCK = 32
+"""Page lists that one block of the list kernels makes."""
+_STAGE_BYTES = 2 * PAGE * HEAD_DIM + 8 * PAGE
+_SHARED_BYTES = 2 * _STAGE_BYTES + 2 * 8 + 1024
+"""Dynamic shared memory of page_union_partials: two pages with their ones, two barriers, alignment."""
+_BLOCKS_AN_SM = 3
+_MAX_ROWS = 1 << 27
+_PACK_BLOCKS = 4096
+
+
+class PageKernels:
+    """The launches of one call. Each stage puts kernels on the current torch stream and nothing else.
+
+    The grids are bounds that follow from shapes alone; how many tiles and page loads there are is
+    counted on the device, so ids and lengths may change in place between runs.
+
+    Attributes:
+        chunks: row ranges that are attended and reduced one after the other.
+        out: ``[total_q, Hq, D]`` bfloat16, every row written once by the reduction of its chunk.
+        supports, counts, visible: of every row, as `pwbench.operator` defines them.
+        totals, chunk_loads, entries, loads: the page lists; see the kernels for their form.
+    """
+
+    def __init__(self, call: SparsePrefillCall, chunk_rows: int, tiles_per_load: int) -> None:
+        _check_layout(call)
+        self.call = call
+        self.chunk_rows = chunk_rows
+        self.tiles_per_load = tiles_per_load
+        self.chunks = -(-call.total_q // chunk_rows)
+        self.out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
+        self._allocate()
+        self._metadata = self._bind_metadata() if call.total_q and call.requests else []
+        self._prologue = self._bind_prologue() if self._metadata else []
+        self._partials = [self._bind_partials(chunk) for chunk in range(self.chunks)]
+        self._reductions = [self._bind_reduction(chunk) for chunk in range(self.chunks)]
+
+    def metadata(self) -> None:
+        for launch in self._metadata:
+            launch()
+
+    def attention(self, chunk: int) -> None:
+        if chunk == 0:
+            for launch in self._prologue:
+                launch()
+        self._partials[chunk]()
+
+    def reduction(self, chunk: int) -> None:
+        self._reductions[chunk]()
+
+    # Workspace ----------------------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        call, heads = self.call, self.call.kv_heads
+        rows = heads * call.total_q
+        self.words = -(-call.total_q // 32)
+        self.page_columns = max(1, -(-call.page_table.shape[1] // _LIST_BLOCK)) * _LIST_BLOCK
+        lists = self.chunks * heads * call.requests * self.page_columns
+        self.list_blocks = lists // _LIST_BLOCK
+        # A list of n entries fills ceil(n / 4) tiles: at most 3 of 4 places of its last tile stay empty.
+        selected = rows * TOPK
+        tiles = selected // TILE_QUERIES + 3 * min(selected, lists) // TILE_QUERIES + 1
+        self.load_bound = tiles // self.tiles_per_load + min(selected, lists) + 1
+        if self.list_blocks >= 1 << 31 or tiles >= 1 << 31:
+            raise VariantUnavailable(
+                f"{lists} page lists with {tiles} tiles are more than 32-bit indices reach; use fewer rows."
+            )
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=call.device)
+
+        self.supports = empty(heads, call.total_q, TOPK)
+        self.counts = empty(heads, call.total_q)
+        self.visible = empty(call.total_q)
+        self.members = empty(heads, self.words, self.page_columns)
+        self.totals = empty(self.list_blocks, 2)
+        self.chunk_loads = empty(self.chunks + 1)
+        self.entries = empty(tiles, TILE_QUERIES)
+        self.loads = empty(self.load_bound, 4)
+        self.queries = empty(rows, GROUP_HEADS * HEAD_DIM, dtype=torch.uint8)
+        self.row_factor = empty(rows, GROUP_HEADS, dtype=torch.float32)
+        self.images = empty(call.k.shape[0] * heads, PAGE * HEAD_DIM, dtype=torch.uint8)
+        slots = heads * self.chunk_rows * TOPK
+        self.partial = empty(slots, GROUP_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+        self.statistics = empty(slots, GROUP_HEADS, 2, dtype=torch.float32)
+
+    # Launches -----------------------------------------------------------------------------------
+
+    def _bind_metadata(self) -> list[kernels.Launch]:
+        call = self.call
+        params = kernels.pack(
+            kernels.params_dtype(_LISTS, "ListParams"),
+            topk=call.topk,
+            page_table=call.page_table,
+            cu_seqlens_q=call.cu_seqlens_q,
+            seq_lens=call.seq_lens,
+            positions=call.positions,
+            supports=self.supports,
+            counts=self.counts,
+            visible=self.visible,
+            members=self.members,
+            totals=self.totals,
+            chunk_loads=self.chunk_loads,
+            entries=self.entries,
+            loads=self.loads,
+            total_q=call.total_q,
+            kv_heads=call.kv_heads,
+            requests=call.requests,
+            table_width=call.page_table.shape[1],
+            words=self.words,
+            page_columns=self.page_columns,
+            chunk_rows=self.chunk_rows,
+            chunks=self.chunks,
+            tiles_per_load=self.tiles_per_load,
+        )
+        kernel = {
+            name: kernels.get(_LISTS, name)
+            for name in ("clean_supports", "count_lists", "scan_lists", "write_lists")
+        }
+        return [
+            kernel["clean_supports"].bind((-(-self.words // 4), call.kv_heads), 128, params),
+            kernel["count_lists"].bind((self.list_blocks,), 1024, params),
+            kernel["scan_lists"].bind((1,), 1024, params),
+            kernel["write_lists"].bind((self.list_blocks,), 1024, params),
+        ]
+
+    def _bind_prologue(self) -> list[kernels.Launch]:
+        """V^T images and e4m3 queries: once a call, whatever the chunks."""
+        call = self.call
+        quantise = kernels.pack(
+            kernels.params_dtype(_UNION, "QueryParams"),
+            q=call.q,
+            queries=self.queries,
+            row_factor=self.row_factor,
+            query_bytes=call.q.stride(0) * call.q.element_size(),
+            scale_log2=call.softmax_scale * call.k_scale * math.log2(math.e),
+            total_q=call.total_q,
+            kv_heads=call.kv_heads,
+        )
+        v = call.v
+        pages = call.requests * call.page_table.shape[1] * call.kv_heads
+        blocks = min(pages, _PACK_BLOCKS)
+        pack = kernels.pack(
+            kernels.params_dtype("pack_values.cuh", "PackParams"),
+            v=v,
+            images=self.images,
+            page_table=call.page_table,
+            seq_lens=call.seq_lens,
+            page_stride=v.stride(0),
+            head_stride=v.stride(1),
+            token_stride=v.stride(2),
+            requests=call.requests,
+            max_pages=call.page_table.shape[1],
+            kv_heads=call.kv_heads,
+            blocks=blocks,
+        )
+        rows = call.kv_heads * call.total_q
+        return [
+            kernels.get(_UNION, "quantise_queries").bind((-(-rows // 8),), 256, quantise),
+            kernels.get(_VALUES, "pack_values").bind((blocks,), 256, pack),
+        ]
+
+    def _bind_partials(self, chunk: int) -> kernels.Launch:
+        call = self.call
+        params = kernels.pack(
+            kernels.params_dtype(_UNION, "PartialParams"),
+            values=self.images,
+            queries=self.queries,
+            row_factor=self.row_factor,
+            visible=self.visible,
+            entries=self.entries,
+            loads=self.loads,
+            chunk_loads=self.chunk_loads,
+            partial=self.partial,
+            statistics=self.statistics,
+            total_q=call.total_q,
+            kv_heads=call.kv_heads,
+            chunk=chunk,
+            chunk_rows=self.chunk_rows,
+        )
+        sms = torch.cuda.get_device_properties(call.device).multi_processor_count
+        # An empty pool has nothing to map; no page load will name it.
+        grid = min(self.load_bound, _BLOCKS_AN_SM * sms) if call.k.shape[0] else 0
+        keys = self._key_map() if grid else params
+        kernel = kernels.get(_UNION, "page_union_partials", shared=_SHARED_BYTES)
+        return kernel.bind((grid,), 128, keys, params)
+
+    def _key_map(self) -> np.ndarray:
+        k = self.call.k
+        return kernels.tensor_map(
+            k.data_ptr(),
+            "uint8",
+            sizes=(HEAD_DIM, PAGE, k.shape[1], k.shape[0]),
+            strides=(k.stride(2), k.stride(1), k.stride(0)),
+            box=(HEAD_DIM, PAGE, 1, 1),
+        )
+
+    def _bind_reduction(self, chunk: int) -> kernels.Launch:
+        call = self.call
+        params = kernels.pack(
+            kernels.params_dtype(_UNION, "ReduceParams"),
+            partial=self.partial,
+            statistics=self.statistics,
+            counts=self.counts,
+            out=self.out,
+            row_bytes=self.out.stride(0) * self.out.element_size(),
+            v_scale=call.v_scale,
+            total_q=call.total_q,
+            chunk=chunk,
+            chunk_rows=self.chunk_rows,
+        )
+        rows = min(self.chunk_rows, call.total_q - chunk * self.chunk_rows)
+        return kernels.get(_UNION, "reduce_partials").bind((rows, call.kv_heads), 256, params)
+
+
+def prepare(call: SparsePrefillCall, chunk_rows: int, tiles_per_load: int) -> PageKernels:
+    """Compile, allocate and bind; nothing is computed.
+
+    Raises:
+        VariantUnavailable: the call's strides or sizes are none the kernels take.
+        MeasurementError: no compiler, no Hopper GPU, or a launch the driver refuses.
+    """
+    return PageKernels(call, chunk_rows, tiles_per_load)
+
+
+def _check_layout(call: SparsePrefillCall) -> None:
+    if call.total_q >= _MAX_ROWS:
+        raise VariantUnavailable(f"The call has {call.total_q} query rows, expected fewer than {_MAX_ROWS}.")
+    if call.q.numel() and (call.q.stride(2) != 1 or call.q.stride(1) != HEAD_DIM or call.q.stride(0) % 8):
+        raise VariantUnavailable(
+            f"q has strides {call.q.stride()}, expected heads {HEAD_DIM} and channels 1 element apart."
+        )
+    for name in ("topk", "page_table", "cu_seqlens_q", "seq_lens", "positions"):
+        if not getattr(call, name).is_contiguous():
+            raise VariantUnavailable(f"{name} is not contiguous; call .contiguous() on it first.")
+    for name, part in (("k", call.k), ("v", call.v)):
+        if part.numel() and (part.stride(3) != 1 or any(stride % 16 for stride in part.stride()[:3])):
+            raise VariantUnavailable(
+                f"{name} has strides {part.stride()}, expected channels 1 apart and the rest multiples of 16."
+            )
