@@ -211,7 +211,7 @@ def _manifest(
             "requests": tables.requests,
             "total_q": tables.total_q,
             "context": tables.context,
-            "cache_pages": max(tables.cache_pages, 1),
+            "cache_pages": call.k.shape[0] if kind == "full" else max(tables.cache_pages, 1),
         },
         "quant": quant,
         "softmax_scale": call.softmax_scale,
