@@ -133,7 +133,7 @@ def check(variant: Variant, options: Options, subject: Subject) -> Checked:
         out, order = _poisoned_run(prepared, subject)
         if prepared.query_ids() is not None:
             facts["window"] = options.window
-        facts |= subject.counters(order, prepared.group)
+        facts |= prepared.counters() if prepared.counters else subject.counters(order, prepared.group)
         facts |= _accuracy(out, subject)
         _save(variant.name, out, order, subject)
     except VariantUnavailable as error:

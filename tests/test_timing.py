@@ -72,6 +72,13 @@ def candidate(name="a", microseconds=10.0, stages=(), **kwargs):
     return Prepared(run=run, stages=parts or [Stage("attention", run)], out=out)
 
 
+def test_a_stage_that_runs_once_per_chunk_is_the_sum_of_its_runs():
+    chunks = [("attention", 5.0), ("reduction", 2.0), ("attention", 4.0), ("reduction", 3.0)]
+    stages = [("metadata", 1.0), *chunks]
+    timing = measure({"a": candidate(stages=stages)}, 7, "graph", "cold", timer=FakeTimer(), warm_up_s=0)["a"]
+    assert timing.stages_us == {"metadata": [1.0] * 7, "attention": [9.0] * 7, "reduction": [5.0] * 7}
+
+
 def test_every_candidate_gets_every_sample_and_its_stages():
     stages = [("search", 2.0), ("metadata", 1.0), ("attention", 5.0)]
     timing = measure({"a": candidate(stages=stages)}, 7, "graph", "cold", timer=FakeTimer(), warm_up_s=0)["a"]
@@ -92,7 +99,15 @@ def test_a_candidate_that_cannot_be_cut_reports_its_complete_time_as_attention()
 def test_candidates_are_interleaved_in_a_seeded_random_order():
     def order(seed):
         timer = FakeTimer()
-        measure({name: candidate(name) for name in "abc"}, 20, "eager", "cold", timer=timer, warm_up_s=0, seed=seed)
+        measure(
+            {name: candidate(name) for name in "abc"},
+            20,
+            "eager",
+            "cold",
+            timer=timer,
+            warm_up_s=0,
+            seed=seed,
+        )
         return [tuple(timer.order[i : i + 3]) for i in range(0, 60, 3)]
 
     first = order(1)
@@ -143,10 +158,14 @@ def test_a_candidate_that_breaks_half_way_leaves_no_samples_and_the_rest_goes_on
 
 def test_a_lost_device_ends_the_measurement():
     with pytest.raises(MeasurementError, match="device was lost while timing bad.*illegal memory access"):
-        measure({"bad": candidate("bad", dies_at=2)}, 5, "eager", "cold", timer=FakeTimer(lost=True), warm_up_s=0)
+        measure(
+            {"bad": candidate("bad", dies_at=2)}, 5, "eager", "cold", timer=FakeTimer(lost=True), warm_up_s=0
+        )
 
 
-@pytest.mark.parametrize("samples, mode, l2", [(0, "graph", "cold"), (1, "lazy", "cold"), (1, "graph", "hot")])
+@pytest.mark.parametrize(
+    "samples, mode, l2", [(0, "graph", "cold"), (1, "lazy", "cold"), (1, "graph", "hot")]
+)
 def test_meaningless_arguments_are_refused(samples, mode, l2):
     with pytest.raises(MeasurementError, match="Cannot measure"):
         measure({"a": candidate()}, samples, mode, l2, timer=FakeTimer())

@@ -7,6 +7,8 @@ slots in ascending order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pwbench.operator import (
@@ -106,6 +108,10 @@ class PageWalk:
             heads = slice(head * GROUP_HEADS, (head + 1) * GROUP_HEADS)
             total *= self.call.v_scale / torch.where(mass == 0, 1.0, mass)
             self.out[first : first + rows, heads] = total
+
+    def download(self) -> dict[str, Any]:
+        """The page lists that `metadata` made, for tests."""
+        return {"lists": self.lists}
 
     def _lists(self) -> PageLists:
         if self.lists is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from pwbench import kernels
 from pwbench.errors import VariantUnavailable
 from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, TOPK, SparsePrefillCall
 from pwbench.page_plan import TILE_QUERIES
+from pwbench.variants._union_gpu import check_layout
 
 _LISTS, _UNION, _VALUES = "page_lists.cu", "page_union.cu", "pack_values.cu"
 _LIST_BLOCK = 32
@@ -37,15 +39,15 @@ class PageKernels:
     """
 
     def __init__(self, call: SparsePrefillCall, chunk_rows: int, tiles_per_load: int) -> None:
-        _check_layout(call)
         self.call = call
         self.chunk_rows = chunk_rows
         self.tiles_per_load = tiles_per_load
         self.chunks = -(-call.total_q // chunk_rows)
-        self.out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
+        self.out = torch.empty_like(call.q)
         self._allocate()
-        self._metadata = self._bind_metadata() if call.total_q and call.requests else []
-        self._prologue = self._bind_prologue() if self._metadata else []
+        anything = call.total_q > 0 and call.requests > 0
+        self._metadata = [self._bind_pack(), *self._bind_lists()] if anything else []
+        self._quantise = self._bind_quantise()
         self._partials = [self._bind_partials(chunk) for chunk in range(self.chunks)]
         self._reductions = [self._bind_reduction(chunk) for chunk in range(self.chunks)]
 
@@ -55,8 +57,7 @@ class PageKernels:
 
     def attention(self, chunk: int) -> None:
         if chunk == 0:
-            for launch in self._prologue:
-                launch()
+            self._quantise()
         self._partials[chunk]()
 
     def reduction(self, chunk: int) -> None:
@@ -100,7 +101,22 @@ class PageKernels:
 
     # Launches -----------------------------------------------------------------------------------
 
-    def _bind_metadata(self) -> list[kernels.Launch]:
+    def download(self) -> dict[str, Any]:
+        """The page lists that the last run made, for tests: as many of each as there are."""
+        torch.cuda.synchronize()
+        chunk_loads = self.chunk_loads.cpu().numpy()
+        loads = self.loads.cpu().numpy()[: chunk_loads[-1]]
+        tiles = int((loads[:, 1] & 0xFF).sum())
+        return {
+            "supports": self.supports.cpu().numpy(),
+            "counts": self.counts.cpu().numpy(),
+            "visible": self.visible.cpu().numpy(),
+            "chunk_loads": chunk_loads,
+            "loads": loads,
+            "entries": self.entries.cpu().numpy()[:tiles].view(np.uint32),
+        }
+
+    def _bind_lists(self) -> list[kernels.Launch]:
         call = self.call
         params = kernels.pack(
             kernels.params_dtype(_LISTS, "ListParams"),
@@ -138,8 +154,8 @@ class PageKernels:
             kernel["write_lists"].bind((self.list_blocks,), 1024, params),
         ]
 
-    def _bind_prologue(self) -> list[kernels.Launch]:
-        """V^T images and e4m3 queries: once a call, whatever the chunks."""
+    def _bind_quantise(self) -> kernels.Launch:
+        """e4m3 queries: once a call, whatever the chunks."""
         call = self.call
         quantise = kernels.pack(
             kernels.params_dtype(_UNION, "QueryParams"),
@@ -151,10 +167,15 @@ class PageKernels:
             total_q=call.total_q,
             kv_heads=call.kv_heads,
         )
+        blocks = -(-call.kv_heads * call.total_q // 8)
+        return kernels.get(_UNION, "quantise_queries").bind((blocks,), 256, quantise)
+
+    def _bind_pack(self) -> kernels.Launch:
+        call = self.call
         v = call.v
         pages = call.requests * call.page_table.shape[1] * call.kv_heads
         blocks = min(pages, _PACK_BLOCKS)
-        pack = kernels.pack(
+        params = kernels.pack(
             kernels.params_dtype("pack_values.cuh", "PackParams"),
             v=v,
             images=self.images,
@@ -168,11 +189,7 @@ class PageKernels:
             kv_heads=call.kv_heads,
             blocks=blocks,
         )
-        rows = call.kv_heads * call.total_q
-        return [
-            kernels.get(_UNION, "quantise_queries").bind((-(-rows // 8),), 256, quantise),
-            kernels.get(_VALUES, "pack_values").bind((blocks,), 256, pack),
-        ]
+        return kernels.get(_VALUES, "pack_values").bind((blocks,), 256, params)
 
     def _bind_partials(self, chunk: int) -> kernels.Launch:
         call = self.call
@@ -234,21 +251,8 @@ def prepare(call: SparsePrefillCall, chunk_rows: int, tiles_per_load: int) -> Pa
         VariantUnavailable: the call's strides or sizes are none the kernels take.
         MeasurementError: no compiler, no Hopper GPU, or a launch the driver refuses.
     """
-    return PageKernels(call, chunk_rows, tiles_per_load)
-
-
-def _check_layout(call: SparsePrefillCall) -> None:
+    check_layout(call)
     if call.total_q >= _MAX_ROWS:
         raise VariantUnavailable(f"The call has {call.total_q} query rows, expected fewer than {_MAX_ROWS}.")
-    if call.q.numel() and (call.q.stride(2) != 1 or call.q.stride(1) != HEAD_DIM or call.q.stride(0) % 8):
-        raise VariantUnavailable(
-            f"q has strides {call.q.stride()}, expected heads {HEAD_DIM} and channels 1 element apart."
-        )
-    for name in ("topk", "page_table", "cu_seqlens_q", "seq_lens", "positions"):
-        if not getattr(call, name).is_contiguous():
-            raise VariantUnavailable(f"{name} is not contiguous; call .contiguous() on it first.")
-    for name, part in (("k", call.k), ("v", call.v)):
-        if part.numel() and (part.stride(3) != 1 or any(stride % 16 for stride in part.stride()[:3])):
-            raise VariantUnavailable(
-                f"{name} has strides {part.stride()}, expected channels 1 apart and the rest multiples of 16."
-            )
+    with torch.cuda.device(call.device):
+        return PageKernels(call, chunk_rows, tiles_per_load)

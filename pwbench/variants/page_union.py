@@ -11,6 +11,7 @@ import torch
 from pwbench.operator import SparsePrefillCall, supports
 from pwbench.page_plan import (
     ROW_BYTES,
+    TILE_QUERIES,
     WORKSPACE_BYTES,
     chunk_rows_for,
     counters,
@@ -83,10 +84,11 @@ class PageUnion(Variant):
             run=run,
             stages=stages,
             out=walk.out,
-            group=1,
+            group=TILE_QUERIES * tiles_per_load,
             graphable=call.device.type == "cuda",
             details={"peer": f"{split}, {workspace >> 20} MiB of partial outputs, {shared}"},
             counters=count,
+            debug=walk.download,
         )
 
 

@@ -132,3 +132,17 @@ def test_a_query_that_is_nan_spoils_no_other_row():
     assert out[5].isnan().all()
     others = torch.arange(12) != 5
     assert torch.equal(out[others], clean[others])
+
+
+def test_a_replayed_row_carries_the_page_counters(tmp_path):
+    from pwbench.capture import synthetic, write
+    from pwbench.replay import replay
+
+    made = synthetic.generate(1500, 40, seed=1)
+    write(tmp_path / "one", made.call, facts=made.facts)
+    (row,) = replay([tmp_path / "one"], ["page-union"], device="cpu", samples=1)
+    assert row["status"] == "ok", row["reason"]
+    assert 0 < row["tile_occupancy"] <= 1
+    assert row["partial_bytes"] == 2 * row["selected_pages"] * 16 * 264
+    assert row["mma_flops"] == row["subgroup_pages"] * 64 * 128 * 128 * 4
+    assert row["reduction_us"] > 0
