@@ -67,7 +67,7 @@ __device__ __forceinline__ void list_pages(const RegroupParams& params, int head
     constexpr int ENTRIES = COLUMNS * TOPK / 4 / BLOCK + (COLUMNS * TOPK / 4 % BLOCK != 0);  // int4 a thread
     const int words = divide_up(params.max_pages, 32);
     for (int word = threadIdx.x; word < words; word += BLOCK) bitmap[word] = 0;
-    for (int at = threadIdx.x; at < COLUMNS * TOPK * WORDS; at += BLOCK) scratch.members[0][at] = 0;
+    for (int at = threadIdx.x; at < COLUMNS * TOPK * WORDS; at += BLOCK) scratch.members[at / WORDS][at % WORDS] = 0;
     if (threadIdx.x == 0) scratch.neighbour_pages = 0;
 
     int ids[ENTRIES][4];

@@ -103,7 +103,7 @@ def check_layout(call: SparsePrefillCall) -> None:
         if not tensor.is_contiguous() or (name in ("q", "topk") and tensor.data_ptr() % 16):
             raise VariantUnavailable(
                 f"{name} has strides {tensor.stride()} and starts at {tensor.data_ptr():#x}; the kernels "
-                f"need it contiguous and q and topk 16-byte aligned. Pass {name}.clone() in its default layout."
+                f"need it contiguous and q and topk 16-byte aligned. Pass a contiguous copy."
             )
     for name, part in (("K", call.k), ("V", call.v)):
         strides = part.stride()

@@ -1,0 +1,194 @@
+// Runs a CUDA block on one CPU thread, so that kernels without tensor-core instructions can be tested
+// where there is no GPU. Every CUDA thread is a fiber; a warp or block collective suspends it until its
+// partners have arrived. Fibers are resumed in a shuffled order, which exposes missing barriers.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __constant__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ thread_local  // one OS thread: a block's shared memory, whatever its scope
+
+using std::max;
+using std::min;
+
+struct uint3_ { unsigned x, y, z; };
+inline uint3_ threadIdx, blockIdx, gridDim, blockDim;
+
+template <typename T> struct alignas(2 * sizeof(T)) Pair { T x, y; };
+template <typename T> struct alignas(4 * sizeof(T) > 16 ? 16 : 4 * sizeof(T)) Four { T x, y, z, w; };
+using uint2 = Pair<unsigned>;
+using int4 = Four<int>;
+using uint4 = Four<unsigned>;
+using ushort4 = Four<unsigned short>;
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) { return {x, y, z, w}; }
+
+inline size_t __cvta_generic_to_shared(const void* pointer) { return reinterpret_cast<size_t>(pointer); }
+
+namespace emulator {
+
+constexpr size_t STACK = 64 << 10;
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(STACK);
+    bool done = false;
+};
+
+struct Meeting {  // of the fibers of a warp or of the block
+    int waiting = 0, alive = 0, generation = 0;
+    unsigned value[32];
+};
+
+inline ucontext_t scheduler;
+inline std::vector<Fiber> fibers;
+inline std::vector<Meeting> warps;
+inline Meeting block;
+inline unsigned current;
+inline bool progress;
+inline std::function<void()> body;
+inline std::mt19937 shuffle(1);
+
+inline void release_if_complete(Meeting& meeting) {
+    if (meeting.waiting && meeting.waiting == meeting.alive) {
+        meeting.waiting = 0;
+        ++meeting.generation;
+        progress = true;
+    }
+}
+
+inline void meet(Meeting& meeting) {
+    const int generation = meeting.generation;
+    ++meeting.waiting;
+    release_if_complete(meeting);
+    while (meeting.generation == generation) swapcontext(&fibers[current].context, &scheduler);
+}
+
+inline Meeting& warp() { return warps[threadIdx.x / 32]; }
+
+/// Every lane's value, as every lane sees them.
+inline std::vector<unsigned> exchange(unsigned own) {
+    Meeting& mine = warp();
+    mine.value[threadIdx.x % 32] = own;
+    meet(mine);
+    std::vector<unsigned> all(mine.value, mine.value + 32);
+    meet(mine);
+    return all;
+}
+
+inline void enter() {
+    body();
+    fibers[current].done = true;
+    progress = true;
+    --warp().alive;
+    --block.alive;
+    release_if_complete(warp());
+    release_if_complete(block);
+}
+
+inline void run_block(unsigned threads) {
+    fibers.resize(threads);
+    warps.assign(threads / 32, Meeting{0, 32, 0, {}});
+    block = {0, static_cast<int>(threads), 0, {}};
+    std::vector<unsigned> order(threads);
+    for (unsigned t = 0; t < threads; ++t) {
+        order[t] = t;
+        fibers[t].done = false;
+        getcontext(&fibers[t].context);
+        fibers[t].context.uc_stack.ss_sp = fibers[t].stack.data();
+        fibers[t].context.uc_stack.ss_size = STACK;
+        fibers[t].context.uc_link = &scheduler;
+        makecontext(&fibers[t].context, enter, 0);
+    }
+    while (block.alive) {
+        progress = false;
+        std::shuffle(order.begin(), order.end(), shuffle);
+        for (unsigned t : order) {
+            if (fibers[t].done) continue;
+            current = threadIdx.x = t;
+            swapcontext(&scheduler, &fibers[t].context);
+        }
+        if (!progress) {
+            std::fprintf(stderr, "block %u: every thread waits for another\n", blockIdx.x);
+            std::abort();
+        }
+    }
+}
+
+/// Runs `kernel` for every block of a grid, in a shuffled order.
+inline void launch(unsigned grid, unsigned threads, std::function<void()> kernel) {
+    body = std::move(kernel);
+    gridDim = {grid, 1, 1};
+    blockDim = {threads, 1, 1};
+    std::vector<unsigned> blocks(grid);
+    for (unsigned b = 0; b < grid; ++b) blocks[b] = b;
+    std::shuffle(blocks.begin(), blocks.end(), shuffle);
+    for (unsigned b : blocks) {
+        blockIdx.x = b;
+        run_block(threads);
+    }
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::meet(emulator::block); }
+inline void __syncwarp(unsigned = ~0u) { emulator::meet(emulator::warp()); }
+inline void __threadfence() {}
+
+template <typename T> T __shfl_sync(unsigned, T value, int lane) {
+    return static_cast<T>(emulator::exchange(static_cast<unsigned>(value))[lane & 31]);
+}
+template <typename T> T __shfl_up_sync(unsigned, T value, unsigned delta) {
+    const unsigned lane = threadIdx.x % 32;
+    return static_cast<T>(emulator::exchange(static_cast<unsigned>(value))[lane >= delta ? lane - delta : lane]);
+}
+inline unsigned __ballot_sync(unsigned, bool own) {
+    unsigned all = 0, lane = 0;
+    for (unsigned bit : emulator::exchange(own)) all |= bit << lane++;
+    return all;
+}
+inline unsigned __match_any_sync(unsigned, unsigned own) {
+    unsigned equal = 0, lane = 0;
+    for (unsigned other : emulator::exchange(own)) equal |= static_cast<unsigned>(other == own) << lane++;
+    return equal;
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned own) {
+    const auto all = emulator::exchange(own);
+    return *std::min_element(all.begin(), all.end());
+}
+inline int __reduce_add_sync(unsigned, int own) {
+    int sum = 0;
+    for (unsigned other : emulator::exchange(own)) sum += static_cast<int>(other);
+    return sum;
+}
+
+template <typename T> T __ldg(const T* at) { return *at; }
+template <typename T> T __ldcg(const T* at) { return *at; }
+template <typename T, typename U> T atomicOr(T* at, U bits) { const T old = *at; *at |= bits; return old; }
+template <typename T, typename U> T atomicAdd(T* at, U more) { const T old = *at; *at += more; return old; }
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    unsigned out = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned pick = selector >> 4 * i & 15, byte = bytes >> 8 * (pick & 7) & 0xff;
+        out |= (pick & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
+    }
+    return out;
+}
