@@ -87,10 +87,10 @@ def read(path: str | Path) -> dict[str, Any]:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(
-            f"There is no counter baseline at {path}; `pwbench gate --bless --why 'first baseline'` makes one."
+            f"There is no counter baseline at {path}; `pwbench gate --bless --why 'first'` makes one."
         ) from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is no readable counter baseline ({error}); bless anew.") from error
+        raise InputError(f"{path} is no readable baseline ({error}); bless again.") from error
     schema = stored.get("schema", {}) if isinstance(stored, dict) else {}
     if schema.get("name") != SCHEMA_NAME or not isinstance(stored.get("captures"), dict):
         raise InputError(

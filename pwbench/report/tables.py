@@ -79,7 +79,10 @@ def percent(share: float | None, signed: bool = False) -> str:
 
 def error(value: float | None) -> str:
     """A relative error in scientific notation."""
-    return "" if value is None or not math.isfinite(value) else f"{value:.1e}"
+    if value is None or not math.isfinite(value):
+        return ""
+    digits, power = f"{value:.1e}".split("e")
+    return f"{digits}e{int(power)}" if value else "0"
 
 
 def count(value: Any) -> str:
@@ -314,17 +317,16 @@ def roofline(report: Report, scope: Scope) -> Table:
             f"attention, {unit}",
             f"roofline, {unit}",
             "bound by",
-            "attention reaches",
             "complete call reaches",
         ],
-        notes=["The roofline is the shortest attention time that the GPU's ceilings allow for the counters."],
+        notes=["The roofline is the least time that the GPU's ceilings allow a kernel with the same groups."],
         text=(0, 1, 2, 6),
     )
     for capture in scope.captures:
         table.breaks.add(len(table.rows))
         for contender in scope.contenders:
             row = scope.cells.get((contender, capture))
-            if row is None or not row["roofline_us"]:
+            if row is None or not row["roofline_us"] or scope.device == "cpu":
                 continue
             bound, attention = row["roofline_us"], row["attention_us"]
             table.rows.append(
@@ -336,7 +338,6 @@ def roofline(report: Report, scope: Scope) -> Table:
                     write(attention),
                     write(bound),
                     row["roofline_term"] or "",
-                    percent(bound / attention) if attention else "",
                     percent(bound / row["complete_us"]),
                 ]
             )

@@ -1,0 +1,184 @@
+"""The report as one self-contained page: no scripts, no files beside it, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from pwbench import __version__, ceilings, stats
+from pwbench.columns import COLUMNS
+from pwbench.errors import PwbenchError
+from pwbench.report import figures, studies, tables
+from pwbench.report.formats import sections
+from pwbench.report.headline import Headline, headline
+from pwbench.report.model import Contender, Report, Scope
+from pwbench.report.tables import Table
+
+_QUIET: Callable[[str], None] = lambda text: None  # noqa: E731
+
+
+@dataclass
+class Part:
+    """What the page shows of one scope."""
+
+    scope: Scope
+    title: str
+    anchor: str
+    headline: Headline
+    geomean: Table
+    figures: dict[str, list[str]] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)
+    reached: list[str] = field(default_factory=list)
+
+
+def html(
+    report: Report, captures: str | Path | None = "captures", note: Callable[[str], None] = _QUIET
+) -> str:
+    """The whole page.
+
+    Args:
+        captures: folder of captures; where a row's capture is there (same tables), its union sizes are
+            drawn as distributions. None or an absent folder: counters only.
+        note: told what is being drawn.
+    """
+    parts = [_part(report, scope, captures, note) for scope in report.main_scopes() if scope.cells]
+    shown = {id(part.scope) for part in parts}
+    others = [tables.geomean(report, s) for s in report.scopes if s.cells and id(s) not in shown]
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(
+        resources.files("pwbench.report").joinpath("page.html.j2").read_text("utf-8")
+    )
+    return template.render(
+        report=report,
+        parts=parts,
+        glance=_glance(report, parts),
+        others=[table for table in others if table.rows],
+        studies=sections(report, report.main_scopes()),
+        unavailable=tables.unavailable(report),
+        provenance=studies.provenance(report),
+        columns=[c for c in COLUMNS if c.section not in ("Where the row comes from",)],
+        version=__version__,
+        enough=stats.ENOUGH,
+    )
+
+
+def _part(report: Report, scope: Scope, captures: str | Path | None, note: Callable[[str], None]) -> Part:
+    note(scope.suite)
+    anchor = f"{scope.suite}-{scope.device}-{abs(figures.hash_of(scope.gpu)) % 9973}"
+    part = Part(scope, tables.title_of(scope), anchor, headline(report, scope), tables.geomean(report, scope))
+    drawn = part.figures
+    if scope.speedups:
+        drawn["speedups"] = [figures.speedups(scope)]
+        drawn["accuracy"] = [figure for figure in [figures.accuracy(scope)] if figure]
+        drawn["capture speedups"] = [
+            figures.capture_speedups(scope, c)
+            for c in scope.captures
+            if any(key[1] == c for key in scope.speedups)
+        ]
+    drawn["stages"] = [figures.stages(scope, capture) for capture in scope.captures]
+    drawn["regroup"] = _regroup_figures(scope)
+    drawn["unions"] = _union_figures(scope, captures, note)
+    reached = _reached(scope)
+    drawn["ceilings"] = [figures.ceilings(scope, reached)] if reached else []
+    made = [
+        tables.speedups(report, scope),
+        tables.split(report, scope),
+        studies.regroup(report, scope),
+        tables.accuracy(report, scope),
+        tables.counters(report, scope),
+        tables.roofline(report, scope),
+    ]
+    part.tables = [table for table in made if table.rows]
+    return part
+
+
+def _glance(report: Report, parts: list[Part]) -> Table | None:
+    """Geomeans of all suites of the first device side by side."""
+    if len(parts) < 2:
+        return None
+    first = parts[0].scope
+    scopes = [p.scope for p in parts if (p.scope.device, p.scope.gpu) == (first.device, first.gpu)]
+    scopes = [scope for scope in scopes if scope.geomeans and not scope.synthetic]
+    if len(scopes) < 2:
+        return None
+    table = Table(
+        f"All suites on {first.gpu or first.device}: geomean speed-up over {first.baseline}",
+        ["variant", "precision", *(scope.suite for scope in scopes)],
+        text=(0, 1),
+    )
+    seen: dict[Contender, None] = {}
+    for scope in scopes:
+        seen.update(dict.fromkeys(scope.contenders))
+    for contender in seen:
+        means = [scope.geomeans.get(contender) for scope in scopes]
+        table.rows.append(
+            [contender.label, contender.precision, *(tables.times(m.value if m else None) for m in means)]
+        )
+    return table
+
+
+def _regroup_figures(scope: Scope) -> list[str]:
+    kernels: dict[Contender, list[Any]] = {}
+    for gain in scope.gains:
+        kernels.setdefault(gain.contender, []).append(gain)
+    return [
+        f"<h4>{contender.full.replace('-regroup', '')}</h4>{figures.regrouping(gains)}"
+        for contender, gains in kernels.items()
+    ]
+
+
+def _union_figures(scope: Scope, captures: str | Path | None, note: Callable[[str], None]) -> list[str]:
+    """Distributions of union sizes, for the captures that are at hand with the very same tables."""
+    if captures is None or not Path(captures).is_dir() or not scope.gains:
+        return []
+    from pwbench.capture import load
+    from pwbench.capture.statistics import union_sizes
+    from pwbench.grouping import regroup
+
+    drawn = []
+    for capture in scope.captures:
+        gain = next((g for g in scope.gains if g.capture == capture), None)
+        folder = Path(captures) / scope.suite / capture
+        if gain is None or not folder.is_dir():
+            continue
+        note(f"{scope.suite}: union sizes of {capture}")
+        try:
+            found = load(folder)
+            if found.tables_sha256 != gain.online["tables_sha256"]:
+                continue
+            loaded = found.tables
+        except PwbenchError:
+            continue  # a damaged capture has no place in the figure; `pwbench verify` names it
+        order = regroup(loaded.pages, loaded.cu_seqlens_q, window=gain.contender.window or 128, group=8)
+        drawn.append(figures.unions(capture, union_sizes(loaded, 8), union_sizes(loaded, 8, order)))
+    return drawn
+
+
+def _reached(scope: Scope) -> dict[Contender, dict[str, float]]:
+    """Share of every ceiling that each contender reaches, geomean over the captures; GPU rows only."""
+    known = ceilings.find(scope.gpu) if scope.device == "cuda" else None
+    if known is None:
+        return {}
+    limits = {"tensor": known.rates.fp8, "L2": known.rates.l2, "exp": known.rates.exp2}
+    found: dict[Contender, dict[str, float]] = {}
+    for contender in scope.contenders:
+        shares: dict[str, list[float]] = {}
+        for row in scope.rows_of(contender):
+            if row["groups"] is None or not row["useful_flops"]:
+                continue
+            for name, rate in figures.row_rates(row).items():
+                limit = limits[name]
+                if limit and rate:
+                    shares.setdefault(name, []).append(rate / limit)
+            if row["roofline_us"]:
+                shares.setdefault("roofline", []).append(row["roofline_us"] / row["complete_us"])
+        if shares:
+            found[contender] = {name: figures.geometric_mean(values) for name, values in shares.items()}
+    return found
