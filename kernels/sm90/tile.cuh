@@ -1,0 +1,182 @@
+// The arithmetic of one tile: 4 queries x 16 heads (64 rows, one warpgroup) against one page of 128
+// keys. Warp w of the warpgroup owns rows 16w..16w+15, which are the 16 heads of one query, so that
+// membership, causal limit and skipping are uniform within a warp.
+//
+// Accumulator fragment: lane l = 4r + t holds, at register 4j + 2i + q, row r + 8i, column 8j + 2t + q.
+#pragma once
+
+#include "ptx.cuh"
+
+constexpr int PAGE = 128;                      // tokens in a page
+constexpr int HEAD_DIM = 128;                  // channels of a head
+constexpr int GROUP_HEADS = 16;                // query heads that share a KV head
+constexpr int TILE_QUERIES = 4;                // one a warp
+constexpr int TILE_ROWS = TILE_QUERIES * GROUP_HEADS;
+constexpr int TILE_BYTES = TILE_ROWS * HEAD_DIM;  // Q tile in e4m3
+constexpr int KEYS_BYTES = PAGE * HEAD_DIM;       // K page, and V page, in e4m3
+constexpr int ONES_BYTES = 8 * PAGE;              // eight rows of ones below V^T: the denominator's columns
+constexpr int SCORES = 64;                        // accumulator registers of a 64 x 128 product
+constexpr int CHAINED = 68;                       // of a 64 x 136 product: output and denominator
+constexpr float MASKED = -1e30f;                  // far below any finite logit (|q.k| <= 448 * 448 * 128)
+
+/// Address inside a tile with 128-byte rows and the 128-byte swizzle.
+__device__ __forceinline__ uint32_t swizzled(int row, int byte) {
+    return row * 128 + ((((byte >> 4) ^ row) & 7) << 4) + (byte & 15);
+}
+
+/// Power-of-two scale that brings a row whose largest magnitude is `amax` (bf16 bits) into [128, 256),
+/// and its inverse. A BF16 significand is then exactly a sum of two e4m3 numbers. A row with NaN or
+/// infinity gets a NaN scale, so that it, and no other row, comes out as NaN.
+__device__ __forceinline__ void power_of_two_scale(uint32_t amax, float& scale, float& inverse) {
+    const uint32_t exponent = amax >> 7;
+    const uint32_t clamped = exponent < 8 ? 8 : exponent;
+    scale = __uint_as_float(exponent == 0xff ? 0x7fffffffu : (261 - clamped) << 23);
+    inverse = __uint_as_float((clamped - 7) << 23);
+}
+
+/// Quantises rows [begin, end) of a Q tile with one warp, 2 * IN_FLIGHT rows at a time: e4m3 into
+/// `tile` (swizzled), and for each row the factor that turns its raw score into a base-2 logit into
+/// `row_scale`. With RESIDUAL, a second tile holds what the first one lost (bf16 = hi + lo exactly).
+/// `query_of(slot)` is the query row of a slot, or -1 if unused (its tile rows become zero).
+template <int IN_FLIGHT, bool RESIDUAL, typename QueryOf>
+__device__ __forceinline__ void quantise_rows(const uint8_t* q, QueryOf query_of, int64_t query_bytes,
+                                              int head_offset_bytes, float scale_log2, uint8_t* tile,
+                                              uint8_t* residual_tile, float* row_scale, int begin, int end) {
+    const int lane = threadIdx.x & 31;
+    const int half = lane >> 4, chunk = lane & 15;
+#pragma unroll 1
+    for (int first = begin; first < end; first += 2 * IN_FLIGHT) {
+        uint4 raw[IN_FLIGHT];
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; ++u) {
+            const int row = first + u * 2 + half;
+            const int query = query_of(row / GROUP_HEADS);
+            raw[u] = make_uint4(0, 0, 0, 0);
+            if (query >= 0) {
+                const uint8_t* source = q + query * query_bytes + head_offset_bytes + (row % GROUP_HEADS) * (HEAD_DIM * 2);
+                raw[u] = __ldg(reinterpret_cast<const uint4*>(source) + chunk);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; ++u) {
+            const int row = first + u * 2 + half;
+            const uint32_t words[4] = {raw[u].x, raw[u].y, raw[u].z, raw[u].w};
+            uint32_t largest = max_nan_bf16x2(max_nan_bf16x2(words[0] & 0x7fff7fff, words[1] & 0x7fff7fff),
+                                              max_nan_bf16x2(words[2] & 0x7fff7fff, words[3] & 0x7fff7fff));
+#pragma unroll
+            for (int lanes = 1; lanes < 16; lanes *= 2)
+                largest = max_nan_bf16x2(largest, __shfl_xor_sync(0xffffffff, largest, lanes));
+            const uint32_t low = largest & 0x7fff, high = largest >> 16;
+            float scale, inverse;
+            power_of_two_scale(low > high ? low : high, scale, inverse);
+            float x[8];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[2 * i] = __uint_as_float(words[i] << 16) * scale;
+                x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u) * scale;
+            }
+            const uint2 packed = make_uint2(cvt_e4m3x4(x[0], x[1], x[2], x[3]), cvt_e4m3x4(x[4], x[5], x[6], x[7]));
+            const uint32_t at = swizzled(row, chunk * 8);
+            *reinterpret_cast<uint2*>(tile + at) = packed;
+            if constexpr (RESIDUAL) {
+                const uint32_t taken[2] = {packed.x, packed.y};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const uint32_t halves = cvt_f16x2_e4m3x2(static_cast<uint16_t>(taken[i / 2] >> (16 * (i % 2))));
+                    x[2 * i] -= cvt_f32_f16(static_cast<uint16_t>(halves));
+                    x[2 * i + 1] -= cvt_f32_f16(static_cast<uint16_t>(halves >> 16));
+                }
+                *reinterpret_cast<uint2*>(residual_tile + at) =
+                    make_uint2(cvt_e4m3x4(x[0], x[1], x[2], x[3]), cvt_e4m3x4(x[4], x[5], x[6], x[7]));
+            }
+            if (chunk == 0) row_scale[row] = scale_log2 * inverse;
+        }
+    }
+}
+
+/// S = Q K^T: four products of 32 channels, after those of the residual tile.
+/// NOTE: the tensor core's accumulator truncates at every step, relative to its size: the small
+/// residual products go first, while the sum is small.
+template <bool RESIDUAL>
+__device__ __forceinline__ void multiply_keys(float (&scores)[SCORES], uint64_t tile, uint64_t residual_tile,
+                                              uint64_t keys) {
+    if constexpr (RESIDUAL) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) wgmma_m64n128k32_ss(scores, residual_tile + 2 * k, keys + 2 * k, k != 0);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_m64n128k32_ss(scores, tile + 2 * k, keys + 2 * k, RESIDUAL || k != 0);
+}
+
+/// Replaces the scores of keys at or past `visible` (counted from the page's first token).
+/// NOTE: by selection, never by adding: the bytes behind a masked score may be NaN.
+__device__ __forceinline__ void mask_scores(float (&scores)[SCORES], int visible) {
+    const int limit = visible - 2 * static_cast<int>(threadIdx.x & 3);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const bool hidden = 8 * j + q >= limit;
+            scores[4 * j + q] = hidden ? -__int_as_float(0x7f800000) : scores[4 * j + q];
+            scores[4 * j + 2 + q] = hidden ? -__int_as_float(0x7f800000) : scores[4 * j + 2 + q];
+        }
+    }
+}
+
+/// Largest raw score this lane holds of row r + 8 * half. Two chains, so that latency overlaps.
+__device__ __forceinline__ float lane_maximum(const float (&scores)[SCORES], int half) {
+    float even = fmaxf(scores[2 * half], scores[2 * half + 1]);
+    float odd = fmaxf(scores[4 + 2 * half], scores[4 + 2 * half + 1]);
+#pragma unroll
+    for (int j = 2; j < 16; j += 2) {
+        even = fmaxf(even, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+        odd = fmaxf(odd, fmaxf(scores[4 * j + 4 + 2 * half], scores[4 * j + 4 + 2 * half + 1]));
+    }
+    return fmaxf(even, odd);
+}
+
+/// Maximum over the four lanes that share a row.
+__device__ __forceinline__ float row_maximum(float lane_value) {
+    lane_value = fmaxf(lane_value, __shfl_xor_sync(0xffffffff, lane_value, 1));
+    return fmaxf(lane_value, __shfl_xor_sync(0xffffffff, lane_value, 2));
+}
+
+__device__ __forceinline__ float row_sum(float lane_value) {
+    lane_value += __shfl_xor_sync(0xffffffff, lane_value, 1);
+    return lane_value + __shfl_xor_sync(0xffffffff, lane_value, 2);
+}
+
+/// Probabilities as the e4m3 A fragment of P V: register 4s + i + 2h of the fragment holds rows r + 8i
+/// and the keys that the packed V^T image keeps at slots 32s + 16h + 4t .. +3, straight from the
+/// accumulator registers, with no exchange between lanes.
+__device__ __forceinline__ uint32_t pack_probabilities(const float (&p)[SCORES], int s, int i, int h) {
+    const int j = 4 * s + 2 * h;
+    return cvt_e4m3x4(p[4 * j + 2 * i], p[4 * j + 2 * i + 1], p[4 * (j + 1) + 2 * i], p[4 * (j + 1) + 2 * i + 1]);
+}
+
+/// What packing lost: subtracts the packed numbers from the registers they came from.
+__device__ __forceinline__ void subtract_packed(float (&p)[SCORES], uint32_t packed, int s, int i, int h) {
+    const int j = 4 * s + 2 * h;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+        const uint32_t halves = cvt_f16x2_e4m3x2(static_cast<uint16_t>(packed >> (16 * c)));
+        p[4 * (j + c) + 2 * i] -= cvt_f32_f16(static_cast<uint16_t>(halves));
+        p[4 * (j + c) + 2 * i + 1] -= cvt_f32_f16(static_cast<uint16_t>(halves >> 16));
+    }
+}
+
+/// Stores one tile row's output: the dim order of the V^T image gives every lane eight consecutive
+/// channels in each group of 32, so two rows cost eight 16-byte stores and no shared memory.
+__device__ __forceinline__ void store_row(uint8_t* row_out, const float* o, int half, float factor) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int at = 4 * (4 * g + j) + 2 * half;
+            words[j] = cvt_bf16x2(o[at] * factor, o[at + 1] * factor);
+        }
+        *reinterpret_cast<uint4*>(row_out + (32 * g + 8 * t) * 2) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
