@@ -1,0 +1,124 @@
+"""Search and union preparation on the device, bit for bit against `pwbench.grouping`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pwbench import grouping
+from pwbench.operator import PAGE, SparsePrefillCall, supports
+from pwbench.variants import Prepared
+from tests.gpu.cases import CASES, batch, mild, rows_of
+from tests.gpu.harness import DEVICE, UNIONS, built, gpu, prepare, run
+
+pytestmark = gpu
+
+SEARCHING = [name for name in UNIONS if name != "union8"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A named call for the search: what matters here is selections and boundaries."""
+
+    name: str
+    build: Any
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def topics(head: int, row: int) -> range:
+    """Even rows and odd rows have nothing in common."""
+    return range(row % 2 * 15, row % 2 * 15 + 15)
+
+
+SHAPES = [
+    Shape("all rows alike, every choice a tie", partial(mild, q_lens=(300,), selection="identical")),
+    Shape("nothing selected, every choice a tie", partial(mild, q_lens=(140,), selection="empty")),
+    Shape("drifting selections", partial(mild, q_lens=(513,), prefix_lens=(5000,), selection="local")),
+    Shape("independent selections", partial(mild, q_lens=(300,), prefix_lens=(9000,))),
+    Shape("disjoint neighbours", partial(mild, q_lens=(200,), prefix_lens=(9000,), selection="disjoint")),
+    Shape("junk among the ids", partial(mild, q_lens=(150, 61), selection="dirty", kv_heads=2)),
+    Shape(
+        "two interleaved topics", partial(rows_of, lambda h, row: range(row % 2 * 15, row % 2 * 15 + 15), 256)
+    ),
+    Shape("tail windows", partial(batch, *[128 + t for t in (1, 2, 7, 8, 9, 63, 64, 65, 126, 127)])),
+    Shape("short requests", partial(batch, *range(1, 18))),
+    Shape("empty requests", partial(batch, 0, 30, 0, 0, 130, 0)),
+    Shape("four heads", partial(batch, 127, 129, 64, kv_heads=4)),
+    Shape("513 pages", partial(mild, q_lens=(200,), prefix_lens=(513 * PAGE,))),
+    Shape("4096 pages", partial(mild, q_lens=(130,), prefix_lens=(4095 * PAGE,))),
+]
+"""Ties, tails, boundaries and contexts beyond the 512 pages of the paper's bitmap."""
+
+
+def order_of(prepared: Prepared, call: SparsePrefillCall) -> np.ndarray:
+    run(prepared)
+    ids = prepared.query_ids()
+    if ids is None:
+        return grouping.identity_order(call.kv_heads, call.total_q)
+    return ids.cpu().numpy()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [64, 128])
+@pytest.mark.parametrize("variant", SEARCHING)
+def test_the_order_is_the_greedy_oracles(variant: str, window: int, shape: Shape) -> None:
+    call = shape.build().to(DEVICE)
+    prepared = prepare(variant, "fast", call, window)
+    order = order_of(prepared, call)
+    bounds = call.cu_seqlens_q.cpu().numpy()
+    want = grouping.regroup(supports(call)[0], bounds, window, prepared.group)
+    assert np.array_equal(order, want)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [64, 128])
+@pytest.mark.parametrize("variant", SEARCHING)
+def test_the_order_never_leaves_a_window(variant: str, window: int, shape: Shape) -> None:
+    call = shape.build().to(DEVICE)
+    bounds = call.cu_seqlens_q.cpu().numpy()
+    order = order_of(prepare(variant, "fast", call, window), call)
+    grouping.check_order(order, bounds)
+    for begin, end in pairwise(bounds.tolist()):
+        slots = np.arange(end - begin)
+        of_window = (order[:, begin:end] - begin) // window
+        assert np.array_equal(of_window, np.tile(slots // window, (len(order), 1)))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "8192" not in case.name], ids=str)
+@pytest.mark.parametrize("variant", UNIONS)
+def test_the_page_lists_are_the_oracles(variant: str, case: object) -> None:
+    call, _ = built(case)  # type: ignore[arg-type]
+    prepared = prepare(variant, "fast", call)
+    order = order_of(prepared, call)
+    debug = getattr(prepared, "debug", None)
+    if debug is None:
+        pytest.skip(f"{variant} does not hand out its page lists on {DEVICE.type}")
+    made = debug()["unions"]
+    want = grouping.prepare_unions(supports(call)[0], order, call.cu_seqlens_q.cpu().numpy(), prepared.group)
+    for name in ("kv_head", "begin", "size", "offsets", "pages", "masks"):
+        assert np.array_equal(getattr(made, name), getattr(want, name)), name
+
+
+def test_regrouping_changes_the_order_and_not_the_sets() -> None:
+    call = mild(q_lens=(256,), prefix_lens=(9000,), kv_heads=2).to(DEVICE)
+    straight, sought = prepare("union8", "accurate", call), prepare("union8-regroup", "accurate", call)
+    a, b = run(straight), run(sought)
+    order = order_of(sought, call)
+    assert (order != np.arange(256)).any()
+    assert np.array_equal(np.sort(order, axis=1), np.tile(np.arange(256), (2, 1)))
+    assert float((a.float() - b.float()).norm() / a.float().norm()) <= 3e-3
+
+
+def test_the_precomputed_order_is_the_online_one() -> None:
+    call = mild(q_lens=(256,), prefix_lens=(9000,)).to(DEVICE)
+    online, before = prepare("union8-regroup", "fast", call), prepare("union8-precomputed", "fast", call)
+    assert np.array_equal(order_of(online, call), order_of(before, call))
+    assert torch.equal(run(online), run(before))
