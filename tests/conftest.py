@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 # The suite is small tensors: threads cost more than they bring, and reproduce less.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
