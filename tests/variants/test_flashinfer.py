@@ -149,7 +149,7 @@ def test_a_peers_own_refusal_is_passed_on() -> None:
         raise NotImplementedError("SM90 MSA union prefill indexes 16 sequences\nmore")
 
     with pytest.raises(
-        VariantUnavailable, match="refused this call: SM90 MSA union prefill indexes 16 sequences$"
+        VariantUnavailable, match=r"refused this call: SM90 MSA union prefill indexes 16 sequences$"
     ):
         _flashinfer.warm("flashinfer", run, torch.device("cpu"))
 
