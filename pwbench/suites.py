@@ -277,10 +277,12 @@ def _put(path: Path, recording: Recording, kind: str, overwrite: bool, stored: P
     rows = int(tables.counts.size)
     compared = stored if stored is not None else path
     differ = differing_rows(load(compared).tables, tables) if (compared / "manifest.json").is_file() else None
-    if path.exists() and not overwrite:
+    if path.exists():
         here = load(path)
-        same = here.kind == kind and here.tables_sha256 == tables.sha256()
-        return Made(path, "kept" if same else "differs", rows, differ)
+        if here.kind == kind and here.tables_sha256 == tables.sha256():
+            return Made(path, "kept", rows, differ)
+        if not overwrite:
+            return Made(path, "differs", rows, differ)
     write(
         path,
         recording.call,

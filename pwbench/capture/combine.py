@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from pwbench.capture.format import Tables
 from pwbench.capture.recorder import Recording
 from pwbench.errors import InputError
 from pwbench.operator import INVALID, SparsePrefillCall
@@ -47,7 +48,7 @@ def combine(recordings: Sequence[Recording], placement_seed: int | None = None) 
     width = max(call.page_table.shape[1] for call in calls)
     rows = []
     for first, call in zip(first_page, calls, strict=False):
-        for row in call.page_table.numpy():
+        for row in Tables.of_call(call).page_table:
             moved = np.full(width, INVALID, dtype=np.int32)
             moved[: len(row)] = np.where(row < 0, INVALID, place[np.maximum(row, 0) + first])
             rows.append(moved)

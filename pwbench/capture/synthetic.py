@@ -1,8 +1,8 @@
 """Source: invented selections, for questions that no recording answers. Always labelled synthetic.
 
-`persistent` models what trained selectors do: a query keeps most of its predecessor's pages, drops a
-few, and always selects the page it sits in. The extremes bound every kernel: selections that share
-nothing, selections that are all the same, uniformly random ones, and empty ones.
+`persistent` models what trained selectors do: tokens come in a few kinds, each kind keeps most of the
+pages it used last and drops a few, and every query selects the page it sits in. The extremes bound every
+kernel: selections that share nothing, that are all the same, uniformly random ones, and empty ones.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pwbench.capture.recorder import Recording
 from pwbench.errors import InputError
 from pwbench.operator import INVALID, PAGE, TOPK, SparsePrefillCall
 
+KINDS = 4
+"""Kinds of tokens of the persistent pattern."""
 PATTERNS = ("persistent", "random", "identical", "disjoint", "empty")
 SOURCE = {"engine": "synthetic", "version": "1", "hook": None}
 
@@ -26,7 +28,7 @@ def generate(
     queries: int,
     *,
     pattern: str = "persistent",
-    affinity: float = 0.8,
+    affinity: float = 0.9,
     seed: int = 0,
     kv_heads: int = 1,
 ) -> Recording:
@@ -39,8 +41,8 @@ def generate(
             ``identical`` (all rows choose the same old pages), ``disjoint`` (neighbours share nothing
             while there are pages enough), ``empty`` (nothing selected). The local page is always
             selected, except by ``empty`` and ``disjoint``.
-        affinity: chance that a query keeps a page of its predecessor, 0 to 1; each dropped page is
-            replaced by another one, near pages being likelier.
+        affinity: 0 to 1: chance that a query is of its predecessor's kind, and that a kind keeps a page;
+            each dropped page is replaced by another one, near pages being likelier.
         seed: for selections and tensors.
         kv_heads: KV heads, each with its own selections.
 
@@ -90,9 +92,9 @@ def _select(pattern: str, positions: np.ndarray, affinity: float, draw: np.rando
         return _disjoint(positions)
     if pattern == "identical":
         return _identical(positions)
-    return _persistent(
-        positions, 0.0 if pattern == "random" else affinity, draw, near=pattern == "persistent"
-    )
+    if pattern == "random":
+        return _random(positions, draw)
+    return _persistent(positions, affinity, draw)
 
 
 def _disjoint(positions: np.ndarray) -> np.ndarray:
@@ -112,19 +114,35 @@ def _identical(positions: np.ndarray) -> np.ndarray:
     return np.where(ids <= local[:, None], ids, INVALID).astype(np.int32)
 
 
-def _persistent(positions: np.ndarray, keep: float, draw: np.random.RandomState, near: bool) -> np.ndarray:
+def _persistent(positions: np.ndarray, affinity: float, draw: np.random.RandomState) -> np.ndarray:
+    """Tokens of a few kinds, each kind with page sets that drift; ``affinity`` is the chance that a query
+    is of its predecessor's kind, and that its kind keeps a page."""
     out = np.full((len(positions), TOPK), INVALID, dtype=np.int32)
-    others: list[int] = []
+    pages_of: list[list[int]] = [[] for _ in range(KINDS)]
+    kind = 0
     for row, local in enumerate((positions // PAGE).tolist()):
-        wanted = min(TOPK - 1, local)
-        kept = draw.random_sample(len(others)) < keep
-        chosen = {page for page, stays in zip(others, kept, strict=True) if stays and page != local}
-        while len(chosen) < wanted:
-            age = draw.random_sample()
-            # Cubing the age makes near pages likelier: half of all draws fall in the nearest eighth.
-            back = int((age**3 if near else age) * local) + 1
-            chosen.add(local - back)
-        others = sorted(chosen)
-        out[row, : len(others)] = others
-        out[row, len(others)] = local
+        if draw.random_sample() >= affinity:
+            kind = int(draw.random_sample() * KINDS)
+        chosen = _drift(pages_of[kind], local, affinity, draw, near=True)
+        pages_of[kind] = chosen
+        out[row, : len(chosen) + 1] = [*chosen, local]
     return out
+
+
+def _random(positions: np.ndarray, draw: np.random.RandomState) -> np.ndarray:
+    out = np.full((len(positions), TOPK), INVALID, dtype=np.int32)
+    for row, local in enumerate((positions // PAGE).tolist()):
+        chosen = _drift([], local, 0.0, draw, near=False)
+        out[row, : len(chosen) + 1] = [*chosen, local]
+    return out
+
+
+def _drift(pages: list[int], local: int, keep: float, draw: np.random.RandomState, near: bool) -> list[int]:
+    """Pages before ``local``, ascending, up to TOPK - 1: those kept of ``pages`` and new ones."""
+    kept = draw.random_sample(len(pages)) < keep
+    chosen = {page for page, stays in zip(pages, kept, strict=True) if stays and page < local}
+    while len(chosen) < min(TOPK - 1, local):
+        age = draw.random_sample()
+        # Cubing the age makes near pages likelier: half of all draws fall in the nearest eighth.
+        chosen.add(local - 1 - int((age**3 if near else age) * local))
+    return sorted(chosen)

@@ -124,7 +124,7 @@ def tensors(file: Path, softmax_scale: float | None, layer: int | None, out: Pat
 @capture.command(context_settings=CONTEXT_SETTINGS)
 @click.option("--context", type=TOKENS, required=True, help="Tokens of the request.")
 @click.option("--queries", type=TOKENS, help="Query rows: the last N. [default: 8192 or the context]")
-@click.option("--affinity", type=click.FloatRange(0, 1), default=0.8, show_default=True)
+@click.option("--affinity", type=click.FloatRange(0, 1), default=0.9, show_default=True)
 @click.option(
     "--pattern",
     type=click.Choice(["persistent", "random", "identical", "disjoint", "empty"]),
@@ -150,8 +150,9 @@ def synthetic(
 ) -> None:
     """Invent selections. The capture says so, and reports keep it apart from recorded ones.
 
-    --affinity is the chance that a query keeps a page its predecessor selected; trained selectors lie
-    around 0.95. The page a query sits in is always selected (not by the patterns disjoint and empty).
+    --affinity is the chance that a query resembles its predecessor and that a page stays selected;
+    a trained selector at 64K lies near 0.9. The page a query sits in is always selected, except by the
+    patterns disjoint and empty.
 
     \b
     Example:

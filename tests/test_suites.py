@@ -1,0 +1,207 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pwbench import suites
+from pwbench.capture import Recording, Tables, discover, failures, load, verify
+from pwbench.capture.recorder import Target
+from pwbench.errors import InputError
+from tests.calls import make_call
+
+DEFINITIONS = """
+[suites.a]
+purpose = "Test."
+queries = 20
+
+[[suites.a.captures]]
+name = "one"
+prompt = "p"
+context = 300
+layer = 1
+reason = "A chunk."
+
+[[suites.a.captures]]
+name = "mixed"
+layer = 2
+requests = [{ prompt = "p", context = 300 }, { prompt = "r", context = 50, queries = 7 }]
+reason = "Two requests."
+
+[[suites.a.captures]]
+name = "invented"
+synthetic = { pattern = "random", context = 5000, queries = 16, seed = 1 }
+reason = "A bound."
+"""
+
+
+@pytest.fixture
+def specs(tmp_path):
+    path = tmp_path / "suites.toml"
+    path.write_text(DEFINITIONS)
+    return suites.load_suites(path)["a"].captures
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Stands in for the model: what was run, and one seeded recording for each target."""
+    seen = []
+
+    def run(model, prompts, name, targets, progress):
+        seen.append((name, list(targets)))
+        return {t: fake(model, t) for t in targets}
+
+    monkeypatch.setattr(suites, "_run_prompt", run)
+    return seen
+
+
+def fake(model, target: Target) -> Recording:
+    call = make_call(
+        model + target.layer, (target.queries,), prefix_lens=(target.begin,), poison="none", spare_pages=0
+    )
+    return Recording(call, torch.zeros_like(call.q), {"layer": target.layer})
+
+
+def test_one_run_per_prompt_records_each_target_once(specs):
+    plan = suites.plan([*specs, *specs])
+    assert plan == {
+        "p": [Target(1, 20, 300), Target(2, 20, 300)],
+        "r": [Target(2, 7, 50)],
+    }
+
+
+def test_made_captures_verify_and_say_why_they_are_there(specs, runs, tmp_path):
+    made = suites.make(specs, tmp_path / "out", model=1, prompts="x", full_out=tmp_path / "full")
+    assert [m.state for m in made] == ["written"] * 3
+    assert [name for name, _ in runs] == ["p", "r"]
+    for folder, kind in (("out", "tables"), ("full", "full")):
+        for path in discover([tmp_path / folder]):
+            # The stand-in for the model computes nothing, so its output is not checked.
+            bad = {c.name for c in verify(path) if not c.ok} - {"out_model near the reference"}
+            assert not bad
+            assert load(path).kind == kind
+    stored, full = (load(tmp_path / f / "a" / "mixed") for f in ("out", "full"))
+    assert stored.tables_sha256 == full.tables_sha256
+    assert stored.manifest["suite"] == {"name": "a", "reason": "Two requests."}
+    assert stored.manifest["geometry"]["requests"] == 2
+    assert load(tmp_path / "out" / "a" / "invented").synthetic
+
+
+def test_remaking_keeps_what_is_equal_and_counts_what_is_not(specs, runs, tmp_path):
+    out = tmp_path / "out"
+    suites.make(specs, out, model=1, prompts="x")
+    again = suites.make(specs, out, model=1, prompts="x")
+    assert [(m.state, m.differing_rows) for m in again] == [("kept", 0)] * 3
+    before = load(out / "a" / "one").tables_sha256
+    other = suites.make(specs, out, model=2, prompts="x")
+    assert [m.state for m in other] == ["differs", "differs", "kept"]
+    assert 0 < other[0].differing_rows <= other[0].rows == 20
+    assert load(out / "a" / "one").tables_sha256 == before
+    replaced = suites.make(specs, out, model=2, prompts="x", overwrite=True)
+    assert [m.state for m in replaced] == ["written", "written", "kept"]
+    assert load(out / "a" / "one").tables_sha256 != before
+
+
+def test_captures_made_elsewhere_are_compared_with_the_stored_ones(specs, runs, tmp_path):
+    suites.make(specs, tmp_path / "stored", model=1, prompts="x")
+    same, other = (
+        suites.make(
+            specs, tmp_path / f"out{m}", model=m, prompts="x", kind="full", against=tmp_path / "stored"
+        )
+        for m in (1, 2)
+    )
+    assert [m.differing_rows for m in same] == [0, 0, 0]
+    assert other[0].differing_rows > 0
+    assert [m.state for m in other] == ["written"] * 3
+
+
+def test_differing_rows_are_counted_and_other_geometry_differs_everywhere():
+    tables = Tables.of_call(make_call(1, (20,)))
+    pages = tables.pages.copy()
+    pages[0, 3, 0] += 1
+    fields = ("counts", "positions", "cu_seqlens_q", "seq_lens", "page_table")
+    other = Tables(pages, *(getattr(tables, name) for name in fields))
+    assert suites.differing_rows(tables, tables) == 0
+    assert suites.differing_rows(tables, other) == 1
+    assert suites.differing_rows(tables, Tables.of_call(make_call(1, (20,), prefix_lens=(700,)))) == 20
+
+
+def test_a_survey_ranks_union_sizes_within_a_context(runs):
+    class Model(int):
+        sparse_layers = (1, 2)
+
+    rows = suites.survey(Model(3), "x", ["p", "r"], [300, 400], queries=64)
+    assert len(rows) == 8
+    for context in (300, 400):
+        here = [row for row in rows if row["context"] == context]
+        assert [row["u8"] for row in here] == sorted(row["u8"] for row in here)
+        assert here[0]["quantile"] == 0.0
+        tables = Tables.of_call(fake(3, Target(here[0]["layer"], 64, context)).call)
+        first = np.unique(tables.pages[0, :8][tables.pages[0, :8] >= 0])
+        assert len(first) <= 3 and here[0]["u4"] <= here[0]["u8"]
+
+
+def test_recorded_suites_need_a_model(specs, tmp_path):
+    with pytest.raises(InputError, match="need --model and --prompts"):
+        suites.make(specs, tmp_path)
+
+
+def test_a_prompt_is_found_compressed_or_plain(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.txt.xz").write_bytes(b"x")
+    assert suites.find_prompt(tmp_path, "a").name == "a.txt"
+    assert suites.find_prompt(tmp_path, "b").name == "b.txt.xz"
+    with pytest.raises(InputError, match="holds no c"):
+        suites.find_prompt(tmp_path, "c")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('reason = "A chunk."', "", "needs a name and a reason"),
+        ("layer = 1", "", "needs 'layer'"),
+        ('prompt = "p"\ncontext = 300\n', "", "needs 'prompt'"),
+        ("queries = 20", "queries = 301", "queries is 301, expected 1 to 300"),
+        ('name = "mixed"', 'name = "one"', "names a capture twice"),
+        ("[suites.a]", "[suites.a", "is not TOML"),
+    ],
+)
+def test_bad_definitions_are_refused(tmp_path, old, new, message):
+    assert old in DEFINITIONS
+    path = tmp_path / "suites.toml"
+    path.write_text(DEFINITIONS.replace(old, new, 1))
+    with pytest.raises(InputError, match=message):
+        suites.load_suites(path)
+
+
+def test_missing_definitions_are_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        suites.load_suites(tmp_path / "none.toml")
+
+
+# The repository's own captures --------------------------------------------------------------------
+
+
+def test_stored_captures_are_those_defined(repository: Path):
+    defined = {
+        (s.name, c.name)
+        for s in suites.load_suites(repository / suites.DEFINITIONS).values()
+        for c in s.captures
+    }
+    stored = {(load(p).suite, load(p).name) for p in discover([repository / "captures"])}
+    assert stored <= defined
+
+
+def test_stored_captures_verify_and_are_small(repository: Path):
+    total = 0
+    for path in discover([repository / "captures"]):
+        assert failures(verify(path)) is None
+        total += sum(f.stat().st_size for f in path.iterdir())
+    assert total < 13_000_000
+
+
+def test_invented_captures_are_reproduced_exactly(repository: Path, tmp_path):
+    """The generator's random streams must give the same selections on every machine and version."""
+    specs = suites.load_suites(repository / suites.DEFINITIONS)["extremes"].captures
+    made = suites.make(specs, tmp_path, against=repository / "captures")
+    assert [m.differing_rows for m in made] == [0] * len(specs)
