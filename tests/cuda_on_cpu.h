@@ -148,6 +148,12 @@ inline void launch(unsigned grid, unsigned threads, std::function<void()> kernel
 inline void __syncthreads() { emulator::meet(emulator::block); }
 inline void __syncwarp(unsigned = ~0u) { emulator::meet(emulator::warp()); }
 inline void __threadfence() {}
+inline void __threadfence_block() {}
+/// Lets the others run: what a spinning thread must call.
+inline void __nanosleep(unsigned) {
+    emulator::progress = true;
+    swapcontext(&emulator::fibers[emulator::current].context, &emulator::scheduler);
+}
 
 template <typename T> T __shfl_sync(unsigned, T value, int lane) {
     return static_cast<T>(emulator::exchange(static_cast<unsigned>(value))[lane & 31]);

@@ -29,7 +29,7 @@ class Emulated:
         self._library = library
 
     def launch(self, entry: str, grid: int, block: int, *params: np.ndarray) -> None:
-        """Run ``entry`` on ``grid`` blocks; ``params``: a packed struct for each argument, of host pointers."""
+        """Run ``entry`` on ``grid`` blocks; ``params``: one packed struct an argument, of host pointers."""
         arguments = (ctypes.c_void_p * len(params))(*(p.ctypes.data for p in params))
         getattr(self._library, f"launch_{entry}")(ctypes.c_uint(grid), ctypes.c_uint(block), arguments)
 

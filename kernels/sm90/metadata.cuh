@@ -66,6 +66,14 @@ __device__ __forceinline__ Place locate(int requests, int index, Items items) {
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
+/// Items of the requests ahead of `requests`. Called by whole warps.
+template <typename Items>
+__device__ __forceinline__ int sum_before(int requests, Items items) {
+    int sum = 0;
+    for (int request = threadIdx.x % 32; request < requests; request += 32) sum += items(request);
+    return __reduce_add_sync(ALL_LANES, sum);
+}
+
 /// Exclusive prefix of `own` over the block's threads, and the block's total. One barrier; `scratch`
 /// holds a word for each warp.
 __device__ __forceinline__ int block_prefix(int own, int* scratch, int& total) {

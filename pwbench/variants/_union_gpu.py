@@ -1,9 +1,9 @@
 """The union variants on a Hopper GPU: search, page lists and V images, then an attention kernel.
 
-Everything per call is two or three launches on the current torch stream:
+Everything per call is two launches on the current torch stream:
 
-    online order     regroup_and_pack -> prepare -> attention
-    original order   prepare_and_pack -> attention
+    online order     plan_and_pack     -> attention
+    original order   prepare_and_pack  -> attention
 
 The stages launch the same work cut apart: ``search`` (regroup), ``metadata`` (V images and page
 lists) and ``attention``. Grids and buffers follow from shapes alone, so ids and lengths may change in
@@ -58,7 +58,7 @@ def prepare(call: SparsePrefillCall, options: Options, *, name: str, order: str)
             walk.regroup()
             torch.cuda.synchronize()
     if order == "online":
-        launches = [walk.regroup_and_pack, walk.prepare, walk.attention]
+        launches = [walk.plan_and_pack, walk.attention]
         stages = [
             Stage("search", walk.regroup),
             Stage("metadata", in_turn([walk.pack_values, walk.prepare])),
@@ -145,8 +145,8 @@ class _UnionWalk:
         pack = kernels.get("pack_values.cu", "pack_values", self._programmatic)
         self.pack_values = pack.bind((packers,), BLOCK, values)
         self.regroup = regroup("regroup").bind((plan.windows,), BLOCK, search)
-        self.regroup_and_pack = regroup("regroup_and_pack").bind(
-            (plan.windows + packers,), BLOCK, search, values
+        self.plan_and_pack = regroup("plan_and_pack").bind(
+            (plan.windows + packers,), BLOCK, search, lists, values
         )
         self.prepare = prepare("prepare").bind((plan.tasks,), BLOCK, lists, programmatic=late)
         self.prepare_and_pack = prepare("prepare_and_pack").bind(
@@ -156,7 +156,7 @@ class _UnionWalk:
     def _regroup_params(self) -> np.ndarray:
         call, plan = self.call, self.plan
         return kernels.pack(
-            kernels.params_dtype("regroup.cu", "RegroupParams"),
+            kernels.params_dtype("window.cuh", "RegroupParams"),
             topk=call.topk,
             cu_seqlens_q=call.cu_seqlens_q,
             seq_lens=call.seq_lens,
@@ -165,6 +165,7 @@ class _UnionWalk:
             total_q=plan.total_q,
             requests=plan.requests,
             max_pages=plan.max_pages,
+            kv_heads=plan.kv_heads,
             windows_per_head=plan.windows_per_head,
             gate=self.design.gate,
         )
@@ -173,7 +174,7 @@ class _UnionWalk:
         call, plan, space = self.call, self.plan, self.workspace
         ordered = self.design.persistent
         return kernels.pack(
-            kernels.params_dtype("prepare.cu", "PrepareParams"),
+            kernels.params_dtype("tasks.cuh", "PrepareParams"),
             topk=call.topk,
             order=space.order if regrouped else None,
             page_table=call.page_table,
@@ -185,7 +186,7 @@ class _UnionWalk:
             next_task=space.counters[0:],
             task_work=space.task_work if ordered else None,
             task_order=space.task_order if ordered else None,
-            finished_tasks=space.counters[1:],
+            finished=space.counters[1:],
             total_q=plan.total_q,
             requests=plan.requests,
             max_pages=plan.max_pages,

@@ -152,7 +152,7 @@ class Plan:
     def regroup_shared(self) -> int:
         """Dynamic shared memory of `regroup` (WindowScratch, then the bitmap), never less than a V image."""
         columns = 64 if self.window <= 64 else 128
-        return max(2 * columns * (columns + TOPK) + 64 + self._bitmap_bytes, IMAGE_BYTES)
+        return max(columns * (2 * columns + 168) + 64 + self._bitmap_bytes, IMAGE_BYTES)
 
 
 @dataclass(frozen=True)

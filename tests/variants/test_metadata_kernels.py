@@ -13,8 +13,8 @@ import torch
 from pwbench import kernels
 from pwbench.grouping import Unions, identity_order, prepare_unions, regroup
 from pwbench.operator import PAGE, SparsePrefillCall, supports, visible_tokens
-from pwbench.variants._union_plan import BLOCK, IMAGE_BYTES, PAGE_RECORD, TASK_RECORD, Plan, unions_of
-from tests.calls import SELECTIONS, make_call
+from pwbench.variants._union_plan import BLOCK, PAGE_RECORD, TASK_RECORD, Plan, unions_of
+from tests.calls import SELECTIONS, Selection, make_call
 from tests.emulator import Emulated, compile_for_cpu
 
 UNTOUCHED = -77
@@ -41,99 +41,121 @@ def far_into(call: SparsePrefillCall, tokens: int) -> SparsePrefillCall:
 # Launching ------------------------------------------------------------------------------------
 
 
-def tables(call: SparsePrefillCall, plan: Plan) -> dict[str, object]:
-    return {
-        "topk": call.topk,
-        "cu_seqlens_q": call.cu_seqlens_q,
-        "seq_lens": call.seq_lens,
-        "positions": call.positions,
-        "total_q": plan.total_q,
-        "requests": plan.requests,
-        "max_pages": plan.max_pages,
-    }
+class Run:
+    """Buffers of one call on the CPU, and the kernels that fill them."""
 
-
-def run_regroup(
-    folder: Path,
-    call: SparsePrefillCall,
-    window: int,
-    group: int,
-    gate: float = 0.0,
-    source: str = "regroup.cu",
-) -> np.ndarray:
-    plan = Plan.of(call, group, window)
-    assert plan.window == window
-    program = compile_for_cpu(
-        folder, "regroup.cu", {"regroup": ["RegroupParams"]}, {"WINDOW": window, "GROUP": group}
-    )
-    order = np.full((plan.kv_heads, plan.total_q), UNTOUCHED, np.int32)
-    params = kernels.pack(
-        kernels.params_dtype("regroup.cu", "RegroupParams"),
-        **tables(call, plan),
-        order=order.ctypes.data,
-        windows_per_head=plan.windows_per_head,
-        gate=gate,
-    )
-    program.launch("regroup", plan.windows, BLOCK, params)
-    return order
-
-
-def pack_params(call: SparsePrefillCall, images: np.ndarray, blocks: int) -> np.ndarray:
-    page, head, token, _ = call.v.stride()
-    return kernels.pack(
-        kernels.params_dtype("pack_values.cuh", "PackParams"),
-        v=call.v,
-        images=images.ctypes.data,
-        page_table=call.page_table,
-        seq_lens=call.seq_lens,
-        page_stride=page,
-        head_stride=head,
-        token_stride=token,
-        requests=call.requests,
-        max_pages=call.page_table.shape[1],
-        kv_heads=call.kv_heads,
-        blocks=blocks,
-    )
-
-
-class Prepared:
-    """What one run of the union preparation wrote."""
-
-    def __init__(
-        self, folder: Path, call: SparsePrefillCall, queries: int, order: np.ndarray | None, pack: int = 0
-    ) -> None:
-        plan = self.plan = Plan.of(call, queries, 128)
-        program = self.program(folder, queries)
-        self.tasks = np.full(plan.tasks, UNTOUCHED, np.int32).repeat(36).view(TASK_RECORD)
+    def __init__(self, folder: Path, call: SparsePrefillCall, queries: int, window: int = 128) -> None:
+        self.folder, self.call = folder, call
+        plan = self.plan = Plan.of(call, queries, window)
+        self.order = np.full((plan.kv_heads, plan.total_q), UNTOUCHED, np.int32)
+        self.tasks = np.full((plan.tasks, TASK_RECORD.itemsize // 4), UNTOUCHED, np.int32).view(TASK_RECORD)[
+            :, 0
+        ]
         self.pages = np.zeros((plan.tasks, plan.record_stride), PAGE_RECORD)
+        self.work = np.full(plan.tasks, UNTOUCHED, np.int32)
         self.task_order = np.full(plan.tasks, UNTOUCHED, np.int32)
         self.counters = np.array([5, 0], np.int32)
         self.images = np.full((plan.pool_pages, plan.kv_heads, PAGE, PAGE), 0xEE, np.uint8)
-        work = np.full(plan.tasks, UNTOUCHED, np.int32)
-        params = kernels.pack(
-            kernels.params_dtype("prepare.cu", "PrepareParams"),
-            **tables(call, plan),
+        self.packers = 5
+
+    @property
+    def unions(self) -> Unions:
+        return unions_of(self.tasks, self.pages)
+
+    def regroup(self, gate: float = 0.0) -> np.ndarray:
+        self._search().launch("regroup", self.plan.windows, BLOCK, self._regroup_params(gate))
+        return self.order
+
+    def plan_and_pack(self, gate: float = 0.0) -> None:
+        params = (self._regroup_params(gate), self._prepare_params(None), self._pack_params())
+        self._search().launch("plan_and_pack", self.plan.windows + self.packers, BLOCK, *params)
+
+    def prepare(self, order: np.ndarray | None = None) -> None:
+        self._lists().launch("prepare", self.plan.tasks, BLOCK, self._prepare_params(order))
+
+    def prepare_and_pack(self) -> None:
+        params = (self._prepare_params(None), self._pack_params())
+        self._lists().launch("prepare_and_pack", self.plan.tasks + self.packers, BLOCK, *params)
+
+    def pack_values(self) -> None:
+        program = compile_for_cpu(self.folder, "pack_values.cu", {"pack_values": ["PackParams"]}, {})
+        program.launch("pack_values", self.packers, BLOCK, self._pack_params())
+
+    def _search(self) -> Emulated:
+        entries = {
+            "regroup": ["RegroupParams"],
+            "plan_and_pack": ["RegroupParams", "PrepareParams", "PackParams"],
+        }
+        defines = {"WINDOW": self.plan.window, "GROUP": self.plan.queries}
+        return compile_for_cpu(self.folder, "regroup.cu", entries, defines)
+
+    def _lists(self) -> Emulated:
+        entries = {"prepare": ["PrepareParams"], "prepare_and_pack": ["PrepareParams", "PackParams"]}
+        return compile_for_cpu(self.folder, "prepare.cu", entries, {"TASK_QUERIES": self.plan.queries})
+
+    def _tables(self) -> dict[str, object]:
+        return {
+            "topk": self.call.topk,
+            "cu_seqlens_q": self.call.cu_seqlens_q,
+            "seq_lens": self.call.seq_lens,
+            "positions": self.call.positions,
+            "total_q": self.plan.total_q,
+            "requests": self.plan.requests,
+            "max_pages": self.plan.max_pages,
+            "kv_heads": self.plan.kv_heads,
+        }
+
+    def _regroup_params(self, gate: float) -> np.ndarray:
+        return kernels.pack(
+            kernels.params_dtype("window.cuh", "RegroupParams"),
+            **self._tables(),
+            order=self.order.ctypes.data,
+            windows_per_head=self.plan.windows_per_head,
+            gate=gate,
+        )
+
+    def _prepare_params(self, order: np.ndarray | None) -> np.ndarray:
+        return kernels.pack(
+            kernels.params_dtype("tasks.cuh", "PrepareParams"),
+            **self._tables(),
             order=None if order is None else order.ctypes.data,
-            page_table=call.page_table,
+            page_table=self.call.page_table,
             task_records=self.tasks.ctypes.data,
             page_records=self.pages.ctypes.data,
             next_task=self.counters.ctypes.data,
-            task_work=work.ctypes.data,
+            task_work=self.work.ctypes.data,
             task_order=self.task_order.ctypes.data,
-            finished_tasks=self.counters[1:].ctypes.data,
-            kv_heads=plan.kv_heads,
-            tasks_per_head=plan.tasks_per_head,
+            finished=self.counters[1:].ctypes.data,
+            tasks_per_head=self.plan.tasks_per_head,
         )
-        if pack:
-            values = pack_params(call, self.images, pack)
-            program.launch("prepare_and_pack", plan.tasks + pack, BLOCK, params, values)
-        else:
-            program.launch("prepare", plan.tasks, BLOCK, params)
 
-    @staticmethod
-    def program(folder: Path, queries: int) -> Emulated:
-        entries = {"prepare": ["PrepareParams"], "prepare_and_pack": ["PrepareParams", "PackParams"]}
-        return compile_for_cpu(folder, "prepare.cu", entries, {"TASK_QUERIES": queries})
+    def _pack_params(self) -> np.ndarray:
+        page, head, token, _ = self.call.v.stride()
+        return kernels.pack(
+            kernels.params_dtype("pack_values.cuh", "PackParams"),
+            v=self.call.v,
+            images=self.images.ctypes.data,
+            page_table=self.call.page_table,
+            seq_lens=self.call.seq_lens,
+            page_stride=page,
+            head_stride=head,
+            token_stride=token,
+            requests=self.plan.requests,
+            max_pages=self.plan.max_pages,
+            kv_heads=self.plan.kv_heads,
+            blocks=self.packers,
+        )
+
+
+# Oracles --------------------------------------------------------------------------------------
+
+
+def greedy(call: SparsePrefillCall, window: int, group: int) -> np.ndarray:
+    return regroup(supports(call)[0], call.cu_seqlens_q.numpy(), window, group)
+
+
+def oracle_unions(call: SparsePrefillCall, order: np.ndarray, queries: int) -> Unions:
+    return prepare_unions(supports(call)[0], order, call.cu_seqlens_q.numpy(), queries)
 
 
 def unpacked(image: np.ndarray) -> np.ndarray:
@@ -152,130 +174,30 @@ def assert_same(seen: Unions, expected: Unions) -> None:
         np.testing.assert_array_equal(getattr(seen, name), getattr(expected, name), err_msg=name)
 
 
-# The search -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize(("window", "group"), [(128, 8), (64, 8), (120, 12), (64, 16), (128, 4)])
-def test_search_is_the_greedy_oracle_bit_for_bit(
-    folder: Path, selection: str, window: int, group: int
-) -> None:
-    call = make_call(window + group, (131, 0, 1, 300), kv_heads=2, selection=selection)  # type: ignore[arg-type]
-    expected = regroup(supports(call)[0], call.cu_seqlens_q.numpy(), window, group)
-    np.testing.assert_array_equal(run_regroup(folder, call, window, group), expected)
-
-
-def test_search_has_no_limit_on_pages(folder: Path) -> None:
-    call = far_into(make_call(5, (130,)), tokens=300_000)
-    first = np.arange(130)[:, None] * 16 + np.arange(16)
-    call.topk[0] = torch.from_numpy(np.where(first % 3 == 0, first // 50, first).astype(np.int32))
-    pages = supports(call)[0]
-    assert len(np.unique(pages[:, :128])) > 1024
-    np.testing.assert_array_equal(
-        run_regroup(folder, call, 128, 8), regroup(pages, call.cu_seqlens_q.numpy(), 128, 8)
-    )
-
-
-def test_search_finds_its_request_among_more_than_a_warp_of_them(folder: Path) -> None:
-    lengths = [(7 * r) % 5 for r in range(70)]
-    call = make_call(9, lengths, selection="local")
-    np.testing.assert_array_equal(
-        run_regroup(folder, call, 64, 8), regroup(supports(call)[0], call.cu_seqlens_q.numpy(), 64, 8)
-    )
-
-
-def test_gate_keeps_only_windows_whose_neighbours_already_share(folder: Path) -> None:
-    call = make_call(2, (128, 128), selection="random")
-    pages = supports(call)[0].copy()
-    call.topk[0, :128] = call.topk[0, 0]
-    call.positions[:128] = call.positions[127]
-    pages = supports(call)[0]
-    mean = [
-        np.mean([len((set(a) | set(b)) - {-1}) for a, b in pairwise(w)])
-        for w in pages[0].reshape(2, 128, -1).tolist()
-    ]
-    seen = run_regroup(folder, call, 128, 8, gate=(mean[0] + mean[1]) / 2)
-    expected = regroup(pages, call.cu_seqlens_q.numpy(), 128, 8)
-    np.testing.assert_array_equal(seen[0, :128], np.arange(128))
-    np.testing.assert_array_equal(seen[0, 128:], expected[0, 128:])
-    assert (expected[0, 128:] != np.arange(128, 256)).any()
-    for gate, order in ((mean[1], identity_order(1, 256)), (mean[1] - 0.001, seen)):
-        np.testing.assert_array_equal(run_regroup(folder, call, 128, 8, gate=gate), order)
-
-
-# Union preparation ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("queries", [8, 12, 16])
-@pytest.mark.parametrize("regrouped", [False, True])
-def test_unions_are_the_oracles(folder: Path, selection: str, queries: int, regrouped: bool) -> None:
-    call = make_call(queries, (70, 0, 1, 33), kv_heads=2, selection=selection)  # type: ignore[arg-type]
-    pages, bounds = supports(call)[0], call.cu_seqlens_q.numpy()
-    order = regroup(pages, bounds, 64 - 64 % queries, queries)
-    given = order if regrouped else identity_order(2, call.total_q)
-    seen = Prepared(folder, call, queries, order if regrouped else None)
-    assert_same(unions_of(seen.tasks, seen.pages), prepare_unions(pages, given, bounds, queries))
-    assert seen.counters.tolist() == [0, 0]
-
-
-def test_records_carry_rows_of_the_cache_and_what_each_query_sees(folder: Path) -> None:
-    call = make_call(4, (29, 3), kv_heads=2, selection="dirty", positions=None)
-    order = regroup(supports(call)[0], call.cu_seqlens_q.numpy(), 64, 8)
-    seen = Prepared(folder, call, 8, order)
-    visible, table = visible_tokens(call), call.page_table.numpy()
-    flat = {0: iter(order[0]), 1: iter(order[1])}
-    for task, pages in zip(seen.tasks, seen.pages, strict=True):
+def assert_records(run: Run, order: np.ndarray) -> None:
+    """Rows of the cache, original query rows and visible tokens of every record, unused tasks and slots."""
+    visible, table = visible_tokens(run.call), run.call.page_table.numpy()
+    rows = [iter(head) for head in order]
+    for task, pages in zip(run.tasks, run.pages, strict=True):
         listed = pages[: task["pages"]]
         np.testing.assert_array_equal(listed["row"], table[task["request"], listed["logical"]])
         for index, slot in enumerate(task["slots"]):
-            if index < task["queries"]:
-                assert slot["query"] == next(flat[int(task["kv_head"])])
-                assert slot["visible"] == visible[slot["query"]]
-            else:
-                assert slot.tolist() == (-1, 0)
-    assert all(next(rest, None) is None for rest in flat.values())
+            row = next(rows[task["kv_head"]]) if index < task["queries"] else -1
+            assert slot.tolist() == (row, visible[row] if row >= 0 else 0)
+        assert task["queries"] > 0 or task["pages"] == 0
+    assert all(next(rest, None) is None for rest in rows)
 
 
-def test_a_position_at_the_integer_limit_sees_the_whole_request(folder: Path) -> None:
-    call = make_call(6, (9,), selection="random", seq_lens=(500,))
-    call.positions[:] = 2**31 - 1
-    seen = Prepared(folder, call, 8, None)
-    assert set(seen.tasks["slots"]["visible"][seen.tasks["queries"] > 0].ravel().tolist()) == {0, 500}
-
-
-def test_unions_of_a_million_token_context(folder: Path) -> None:
-    call = make_call(8, (20,), selection="random")
-    call = far_into(call, tokens=1 << 20)
-    seen = Prepared(folder, call, 12, None)
-    pages, bounds = supports(call)[0], call.cu_seqlens_q.numpy()
-    assert_same(unions_of(seen.tasks, seen.pages), prepare_unions(pages, identity_order(1, 20), bounds, 12))
-
-
-@pytest.mark.parametrize("queries", [8, 12])
-def test_tasks_are_ordered_by_descending_subgroup_pages_then_index(folder: Path, queries: int) -> None:
-    call = make_call(11, (500, 0, 77), kv_heads=2, selection="dirty")
-    seen = Prepared(folder, call, queries, None)
-    work = np.zeros(len(seen.tasks), np.int64)
-    for index, (task, pages) in enumerate(zip(seen.tasks, seen.pages, strict=True)):
+def assert_task_order(run: Run) -> None:
+    work = np.zeros(len(run.tasks), np.int64)
+    for index, (task, pages) in enumerate(zip(run.tasks, run.pages, strict=True)):
         members = pages["members"][: task["pages"]]
-        work[index] = sum(np.count_nonzero(members >> low & 15) for low in range(0, queries, 4))
-    np.testing.assert_array_equal(seen.task_order, np.argsort(-work, kind="stable"))
+        work[index] = sum(np.count_nonzero(members >> low & 15) for low in range(0, run.plan.queries, 4))
+    np.testing.assert_array_equal(run.task_order, np.argsort(-work, kind="stable"))
+    assert run.counters.tolist() == [0, 0]
 
 
-# V images -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_images_hold_every_token_of_every_used_page_and_no_nan(folder: Path, separate: bool) -> None:
-    call = make_call(3, (40, 0, 5), kv_heads=2, selection="random", separate=separate)
-    images = np.full((call.k.shape[0], 2, PAGE, PAGE), 0xEE, np.uint8)
-    program = compile_for_cpu(folder, "pack_values.cu", {"pack_values": ["PackParams"]}, {})
-    program.launch("pack_values", 5, BLOCK, pack_params(call, images, blocks=5))
-    check_images(call, images)
-
-
-def check_images(call: SparsePrefillCall, images: np.ndarray) -> None:
+def assert_images(call: SparsePrefillCall, images: np.ndarray) -> None:
     stored = call.v.contiguous().view(torch.uint8).numpy()
     clean = np.where((stored & 0x7F) == 0x7F, 0, stored)
     assert (clean != stored).any()
@@ -292,25 +214,122 @@ def check_images(call: SparsePrefillCall, images: np.ndarray) -> None:
     assert not used.all()
 
 
-def test_fused_launches_write_what_the_separate_ones_do(folder: Path) -> None:
-    call = make_call(13, (90, 20), kv_heads=2, selection="dirty")
-    pages, bounds = supports(call)[0], call.cu_seqlens_q.numpy()
-    seen = Prepared(folder, call, 8, None, pack=7)
-    assert_same(unions_of(seen.tasks, seen.pages), prepare_unions(pages, identity_order(2, 110), bounds, 8))
-    check_images(call, seen.images)
+# The search -----------------------------------------------------------------------------------
 
-    plan = Plan.of(call, 8, 64)
-    entries = {"regroup_and_pack": ["RegroupParams", "PackParams"]}
-    program = compile_for_cpu(folder, "regroup.cu", entries, {"WINDOW": 64, "GROUP": 8})
-    order = np.full((2, 110), UNTOUCHED, np.int32)
-    images = np.full((plan.images, IMAGE_BYTES), 0xEE, np.uint8)
-    search = kernels.pack(
-        kernels.params_dtype("regroup.cu", "RegroupParams"),
-        **tables(call, plan),
-        order=order.ctypes.data,
-        windows_per_head=plan.windows_per_head,
-        gate=0,
-    )
-    program.launch("regroup_and_pack", plan.windows + 3, BLOCK, search, pack_params(call, images, 3))
-    np.testing.assert_array_equal(order, regroup(pages, bounds, 64, 8))
-    check_images(call, images.reshape(seen.images.shape))
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize(("window", "group"), [(128, 8), (64, 8), (120, 12)])
+def test_search_is_the_greedy_oracle_bit_for_bit(
+    folder: Path, selection: Selection, window: int, group: int
+) -> None:
+    call = make_call(window + group, (131, 0, 1, 150), kv_heads=2, selection=selection)
+    run = Run(folder, call, group, window)
+    np.testing.assert_array_equal(run.regroup(), greedy(call, window, group))
+
+
+@pytest.mark.parametrize(("window", "group"), [(64, 16), (128, 4)])
+def test_search_makes_groups_of_other_sizes(folder: Path, window: int, group: int) -> None:
+    call = make_call(1, (200,), selection="random")
+    np.testing.assert_array_equal(Run(folder, call, group, window).regroup(), greedy(call, window, group))
+
+
+def test_search_has_no_limit_on_pages(folder: Path) -> None:
+    call = far_into(make_call(5, (130,)), tokens=300_000)
+    first = np.arange(130)[:, None] * 16 + np.arange(16)
+    call.topk[0] = torch.from_numpy(np.where(first % 3 == 0, first // 50, first).astype(np.int32))
+    assert len(np.unique(supports(call)[0][:, :128])) > 1024
+    run = Run(folder, call, 8)
+    run.plan_and_pack()
+    np.testing.assert_array_equal(run.order, greedy(call, 128, 8))
+    assert_same(run.unions, oracle_unions(call, run.order, 8))
+
+
+def test_search_finds_its_request_among_more_than_a_warp_of_them(folder: Path) -> None:
+    call = make_call(9, [(7 * r) % 5 for r in range(70)], selection="local")
+    run = Run(folder, call, 8, 64)
+    run.plan_and_pack()
+    np.testing.assert_array_equal(run.order, greedy(call, 64, 8))
+    assert_same(run.unions, oracle_unions(call, run.order, 8))
+
+
+def test_gate_keeps_only_windows_whose_neighbours_already_share(folder: Path) -> None:
+    call = make_call(2, (128, 128), selection="random")
+    call.topk[0, :128] = call.topk[0, 0]
+    call.positions[:128] = call.positions[127]
+    mean = [
+        np.mean([len((set(a) | set(b)) - {-1}) for a, b in pairwise(rows)])
+        for rows in supports(call)[0][0].reshape(2, 128, -1).tolist()
+    ]
+    run, searched, identity = Run(folder, call, 8), greedy(call, 128, 8), identity_order(1, 256)
+    assert (searched[0, 128:] != identity[0, 128:]).any()
+    half = np.concatenate([identity[:, :128], searched[:, 128:]], axis=1)
+    for gate, order in (((mean[0] + mean[1]) / 2, half), (mean[1], identity), (mean[1] - 0.001, half)):
+        run.plan_and_pack(gate)
+        np.testing.assert_array_equal(run.order, order)
+        assert_same(run.unions, oracle_unions(call, order, 8))
+
+
+# Union preparation ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("queries", [8, 12, 16])
+def test_unions_of_any_order_are_the_oracles(folder: Path, selection: Selection, queries: int) -> None:
+    call = make_call(queries, (70, 0, 1, 33), kv_heads=2, selection=selection)
+    run = Run(folder, call, queries)
+    for order in (None, greedy(call, 64, queries)):
+        run.prepare(order)
+        given = identity_order(2, call.total_q) if order is None else order
+        assert_same(run.unions, oracle_unions(call, given, queries))
+        assert_records(run, given)
+        assert_task_order(run)
+
+
+def test_a_position_at_the_integer_limit_sees_the_whole_request(folder: Path) -> None:
+    call = make_call(6, (9,), selection="random", seq_lens=(500,))
+    call.positions[:] = 2**31 - 1
+    run = Run(folder, call, 8)
+    run.prepare()
+    assert set(run.tasks["slots"]["visible"].ravel().tolist()) == {0, 500}
+
+
+def test_unions_of_a_million_token_context(folder: Path) -> None:
+    call = far_into(make_call(8, (20,), selection="random"), tokens=1 << 20)
+    run = Run(folder, call, 12)
+    run.prepare()
+    assert_same(run.unions, oracle_unions(call, identity_order(1, 20), 12))
+
+
+# V images and fused launches ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_images_hold_every_token_of_every_used_page_and_no_nan(folder: Path, separate: bool) -> None:
+    call = make_call(3, (40, 0, 5), kv_heads=2, selection="random", separate=separate)
+    run = Run(folder, call, 8)
+    run.pack_values()
+    assert_images(call, run.images)
+
+
+def test_preparing_beside_packing_writes_what_each_does_alone(folder: Path) -> None:
+    call = make_call(13, (90, 20), kv_heads=2, selection="dirty")
+    run = Run(folder, call, 8)
+    run.prepare_and_pack()
+    assert_same(run.unions, oracle_unions(call, identity_order(2, 110), 8))
+    assert_task_order(run)
+    assert_images(call, run.images)
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize(("window", "queries"), [(128, 8), (64, 8), (120, 12), (64, 16)])
+def test_one_launch_plans_and_packs_as_the_stages_do(
+    folder: Path, selection: Selection, window: int, queries: int
+) -> None:
+    call = make_call(queries, (131, 0, 1, 20), kv_heads=2, selection=selection)
+    run = Run(folder, call, queries, window)
+    run.plan_and_pack()
+    np.testing.assert_array_equal(run.order, greedy(call, window, queries))
+    assert_same(run.unions, oracle_unions(call, run.order, queries))
+    assert_records(run, run.order)
+    assert_task_order(run)
+    assert_images(call, run.images)
