@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from scipy.stats import bootstrap
@@ -82,6 +83,13 @@ def ratio_of_medians(
         InputError: no samples, a time that is not a positive finite number, or pairs that do not match.
     """
     top, bottom = _times(numerator), _times(denominator)
+    return _ratio(top.tobytes(), bottom.tobytes(), paired, seed)
+
+
+@lru_cache(maxsize=2048)
+def _ratio(numerator: bytes, denominator: bytes, paired: bool, seed: int) -> Ratio:
+    """`ratio_of_medians` of checked samples; a report asks for the same pair many times."""
+    top, bottom = np.frombuffer(numerator), np.frombuffer(denominator)
     if paired and len(top) != len(bottom):
         raise InputError(f"Paired samples number {len(top)} and {len(bottom)}, expected equally many.")
     fewest = min(len(top), len(bottom))

@@ -1,0 +1,178 @@
+"""Which rows are current, which may be compared, and what the reader is told."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from pwbench import results
+from pwbench.report import build
+from pwbench.report.model import Contender
+from tests.rows import CAPTURES, row, suite_rows, unavailable
+
+TWO = CAPTURES[:2]
+
+
+def report_of(tmp_path, rows, **options):
+    results.write(tmp_path / "rows.parquet", rows)
+    return build(results.load(tmp_path), **options)
+
+
+def geomeans(report, index=0):
+    return {c.full: mean.value for c, mean in report.scopes[index].geomeans.items()}
+
+
+def test_the_geomean_is_that_of_the_captures_ratios(tmp_path):
+    rows = [
+        row("flashinfer", c, complete_us=t, precision="accurate", noise=0.0)
+        for c, t in (("a", 200), ("b", 300))
+    ]
+    rows += [row("union8", c, complete_us=100, noise=0.0) for c in ("a", "b")]
+    report = report_of(tmp_path, rows)
+    assert geomeans(report)["union8 (fast)"] == pytest.approx(6**0.5, rel=1e-2)
+    assert report.scopes[0].counted(Contender("union8", "fast", None)) == 2
+
+
+def test_a_baseline_with_one_precision_is_compared_with_both(tmp_path):
+    report = report_of(tmp_path, suite_rows(captures=TWO))
+    assert {"pageweaver (fast)", "pageweaver (accurate)", "flashinfer (accurate)"} <= set(geomeans(report))
+    assert report.scopes[0].baseline_label == "flashinfer (accurate)"
+
+
+def test_a_baseline_with_both_precisions_is_compared_precision_by_precision(tmp_path):
+    rows = [row("union8", complete_us=100), row("union8", complete_us=150, precision="accurate")]
+    rows += [row("pageweaver", complete_us=50), row("pageweaver", complete_us=100, precision="accurate")]
+    means = geomeans(report_of(tmp_path, rows, baseline="union8"))
+    assert means["pageweaver (fast)"] == pytest.approx(2, rel=0.02)
+    assert means["pageweaver (accurate)"] == pytest.approx(1.5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"device": "cpu", "gpu": "Xeon", "mode": "eager"}, {"gpu": "NVIDIA H100"}, {"mode": "eager"}, {"l2": "warm"},
+     {"suite": "extremes"}],
+)  # fmt: skip
+def test_rows_that_were_not_measured_alike_never_meet(tmp_path, change):
+    rows = suite_rows(captures=TWO) + [{**r, **change} for r in suite_rows(captures=TWO)]
+    report = report_of(tmp_path, rows)
+    assert len(report.scopes) == 2
+    for scope in report.scopes:
+        assert all(scope.counted(c) == 2 for c in scope.geomeans)
+        for row_ in scope.cells.values():
+            assert (row_["suite"], row_["device"], row_["gpu"], row_["mode"], row_["l2"]) == (
+                scope.suite, scope.device, scope.gpu, scope.mode, scope.l2)  # fmt: skip
+
+
+def test_made_up_suites_come_last(tmp_path):
+    rows = suite_rows("extremes", TWO) + suite_rows("zebra", TWO) + suite_rows("six", TWO)
+    rows += suite_rows("six", TWO, device="cpu", gpu="Xeon", mode="eager")
+    order = [(s.suite, s.device) for s in report_of(tmp_path, rows).scopes]
+    assert order == [("six", "cuda"), ("zebra", "cuda"), ("six", "cpu"), ("extremes", "cuda")]
+
+
+def test_cpu_rows_are_compared_with_the_reference_and_the_report_says_so(tmp_path):
+    cpu = {"device": "cpu", "gpu": "Xeon", "mode": "eager"}
+    report = report_of(
+        tmp_path, [row("reference", complete_us=200, **cpu), row("union8", complete_us=100, **cpu)]
+    )
+    assert report.scopes[0].baseline == "reference"
+    assert report.scopes[0].note.startswith("CPU rows: baseline reference")
+    assert geomeans(report)["union8 (fast)"] == pytest.approx(2, rel=0.02)
+
+
+def test_without_the_baseline_there_is_no_speedup_and_the_reason_is_named(tmp_path):
+    rows = [row("union8"), unavailable("flashinfer", "FlashInfer is not installed.", precision="accurate")]
+    report = report_of(tmp_path, rows)
+    assert report.scopes[0].baseline is None
+    assert report.scopes[0].speedups == {}
+    assert "flashinfer has no result here (FlashInfer is not installed)" in report.scopes[0].note
+    assert "--fallback union8" in report.scopes[0].note
+
+
+def test_a_fallback_is_used_only_when_the_user_names_one(tmp_path):
+    rows = [row("union8", complete_us=100), row("pageweaver", complete_us=50)]
+    report = report_of(tmp_path, rows, fallback="union8")
+    assert report.scopes[0].baseline == "union8"
+    assert "compared with union8, as asked" in report.scopes[0].note
+
+
+def test_the_newest_row_counts(tmp_path):
+    rows = [row("flashinfer", complete_us=200), row("union8", complete_us=100),
+            row("union8", complete_us=50, created_utc="2026-02-01T00:00:00+00:00")]  # fmt: skip
+    assert geomeans(report_of(tmp_path, rows))["union8 (fast)"] == pytest.approx(4, rel=0.02)
+
+
+def test_rows_of_different_sessions_are_compared_unpaired_with_a_warning(tmp_path):
+    report = report_of(tmp_path, [row("flashinfer", complete_us=200), row("union8", session="another")])
+    assert not next(iter(report.scopes[0].speedups.values())).paired or len(report.scopes[0].speedups) == 2
+    assert report.scopes[0].speedups[Contender("union8", "fast", None), "code-8k"].paired is False
+    assert any("compare different sessions" in warning for warning in report.warnings)
+
+
+def test_a_partner_of_the_same_session_is_preferred_to_a_newer_one(tmp_path):
+    rows = [row("flashinfer", complete_us=200), row("union8", complete_us=100),
+            row("flashinfer", complete_us=300, session="later", created_utc="2026-03-01")]  # fmt: skip
+    assert geomeans(report_of(tmp_path, rows))["union8 (fast)"] == pytest.approx(2, rel=0.02)
+
+
+def test_rows_measured_on_other_selections_are_left_out_with_a_warning(tmp_path):
+    rows = [row("flashinfer", complete_us=200, tables_sha256="0" * 64), row("flashinfer", complete_us=300),
+            row("union8", complete_us=100, created_utc="2026-03-01T00:00:00+00:00")]  # fmt: skip
+    report = report_of(tmp_path, rows)
+    assert geomeans(report)["union8 (fast)"] == pytest.approx(3, rel=0.02)
+    assert any("other selections" in warning for warning in report.warnings)
+
+
+def test_seeded_and_stored_tensors_of_one_capture_are_not_mixed(tmp_path):
+    rows = [row("flashinfer", complete_us=200), row("union8", complete_us=100),
+            row("flashinfer", complete_us=400, tensors="stored"),
+            row("union8", complete_us=100, tensors="stored")]  # fmt: skip
+    report = report_of(tmp_path, rows)
+    assert geomeans(report)["union8 (fast)"] == pytest.approx(4, rel=0.02)  # a tie goes to the stored ones
+
+
+def test_few_samples_throttling_outliers_and_clocks_are_said(tmp_path):
+    values = np.where(np.arange(100) % 10 == 0, 500.0, 100.0)
+    rows = [row("flashinfer", samples=8), row("union8", throttle="SW power cap"),
+            row("triton", complete_samples=values.tolist(), complete_us=100.0),
+            row("pageweaver", sm_clock_mhz=1500.0)]  # fmt: skip
+    text = " ".join(report_of(tmp_path, rows).warnings)
+    assert "1 of 4 rows have fewer than 20 samples" in text
+    assert "1 of 4 rows were disturbed while sampling (SW power cap)" in text
+    assert re.search(r"in [12] of 4 rows more than 5% of the samples are outliers", text)
+    assert "SM clocks differ between rows (1500 to 1980 MHz)" in text
+
+
+def test_nothing_is_called_faster_on_three_samples(tmp_path):
+    report = report_of(tmp_path, [row("flashinfer", complete_us=200, samples=3), row("union8", samples=3)])
+    scope = report.scopes[0]
+    assert scope.says(Contender("union8", "fast", None)) == "unsure"
+    assert not scope.geomeans[Contender("union8", "fast", None)].known
+
+
+def test_regrouping_is_split_into_what_attention_saves_and_what_the_search_costs(tmp_path):
+    report = report_of(tmp_path, suite_rows(captures=("code-8k",)))
+    gain = next(g for g in report.scopes[0].gains if g.contender.variant == "union8-regroup")
+    assert gain.net_us == pytest.approx(5, abs=0.5)
+    assert gain.attention_saved_us == pytest.approx(11)
+    assert gain.overhead_paid_us == pytest.approx(6)
+    assert gain.precomputed is not None
+    assert gain.precomputed_ratio.value > gain.online_ratio.value > 1
+
+
+def test_any_kernel_that_follows_the_naming_has_its_regroup_gain(tmp_path):
+    rows = [row("mine", complete_us=100), row("mine-regroup", complete_us=90, search_us=3.0)]
+    gains = report_of(tmp_path, rows).scopes[0].gains
+    assert [(g.contender.variant, g.precomputed) for g in gains] == [("mine-regroup", None)]
+
+
+def test_windows_are_apart_and_matched_with_their_own_precomputed_path(tmp_path):
+    rows = [row("union8", complete_us=100)]
+    for window, time in ((64, 95), (128, 90)):
+        rows.append(row("union8-regroup", complete_us=time, window=window))
+        rows.append(row("union8-precomputed", complete_us=time - 5, window=window))
+    gains = report_of(tmp_path, rows).scopes[0].gains
+    assert {g.contender.window: round(g.precomputed["complete_us"]) for g in gains} == {64: 90, 128: 85}
+    assert {g.contender.label for g in gains} == {"union8-regroup W64", "union8-regroup"}
