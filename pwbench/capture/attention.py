@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pwbench.operator import PAGE
 
+# Those that take a mask of any width: the choice must not depend on library versions.
+_MASKED_BACKENDS = {
+    True: [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    False: [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+}
 _TILE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 
@@ -77,9 +83,10 @@ def dense_causal(
         seen = int(positions[part].max()) + 1
         mask = index[None, :seen] <= positions[part, None]
         queries = q[part].transpose(0, 1)[None]
-        result = F.scaled_dot_product_attention(
-            queries, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
-        )
+        with sdpa_kernel(_MASKED_BACKENDS[q.device.type == "cuda"]):
+            result = F.scaled_dot_product_attention(
+                queries, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
+            )
         out[part] = result[0].transpose(0, 1)
     return out
 

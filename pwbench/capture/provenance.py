@@ -6,13 +6,13 @@ import datetime
 import hashlib
 import json
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import pwbench
+from pwbench.device import commit
 
 _FULL_HASH_BYTES = 16 << 30
 
@@ -30,18 +30,6 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "cuda": torch.version.cuda if on_gpu else None,
     }
-
-
-def commit() -> str | None:
-    """Commit of the checkout this package runs from, with ``-dirty`` when its files were edited."""
-    root = Path(pwbench.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def utc_now() -> str:
