@@ -188,6 +188,10 @@ template <typename T, typename U> T atomicOr(T* at, U bits) { const T old = *at;
 template <typename T, typename U> T atomicAdd(T* at, U more) { const T old = *at; *at += more; return old; }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+    for (int i = 0; i < 32; i += 8) sum += (a >> i & 0xff) * (b >> i & 0xff);
+    return sum;
+}
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;

@@ -80,7 +80,8 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
         if (threadIdx.x == 0) scratch.picked = window.size;
         __syncthreads();
     }
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // Broadcast, so that the compiler knows a warp to take one branch and keeps its collectives bare.
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (warp == 0) {
         if (searched) search(scratch, window.size);
     } else if (warp <= EMITTERS) {

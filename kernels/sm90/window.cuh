@@ -209,16 +209,24 @@ __device__ __forceinline__ void build_table(WindowScratch& scratch) {
     __syncthreads();
 }
 
-/// Says that the first `count` slots are decided. The thread that wrote the picks writes this too.
+/// Says that the first `count` slots are decided. Lane 0, which wrote the picks, writes this too.
 __device__ __forceinline__ void publish_picks(WindowScratch& scratch, int count) {
     __threadfence_block();
-    *const_cast<volatile int*>(&scratch.picked) = count;
+    if (threadIdx.x == 0) *const_cast<volatile int*>(&scratch.picked) = count;
 }
 
 __device__ __forceinline__ void await_picks(const WindowScratch& scratch, int count) {
     while (*const_cast<const volatile int*>(&scratch.picked) < count) __nanosleep(50);
     __threadfence_block();
     __syncwarp();
+}
+
+/// Set bits of a 16-bit mask without POPC, of which an SM sub-partition starts one every eight clocks:
+/// three bits of each nibble look up their count in a byte permutation, the fourth looks up itself.
+__device__ __forceinline__ unsigned count_bits(unsigned mask) {
+    const unsigned three = __byte_perm(0x02010100, 0x03020201, mask & 0x7777);
+    const unsigned fourth = __byte_perm(0x00000100, 0, mask >> 3 & 0x1111);
+    return __dp4a(three, 0x01010101u, __dp4a(fourth, 0x01010101u, 0u));
 }
 
 /// The serial chain, by one warp: lane l holds queries LANE_QUERIES * l and the ones after it.
@@ -261,15 +269,15 @@ __device__ __forceinline__ void search(WindowScratch& scratch, int size) {
             for (int q = 0; q < LANE_QUERIES; ++q)
                 if (first + q == pick) candidate[q] = TAKEN;
             if (++slot == stop) {
-                if (threadIdx.x == 0) publish_picks(scratch, slot);
+                publish_picks(scratch, slot);
                 break;
             }
             unsigned best = TAKEN;
 #pragma unroll
             for (int i = 0; i < LANE_QUERIES / 2; ++i) {
                 left[i] &= ~taken[i];
-                best = min(best, (static_cast<unsigned>(__popc(left[i] & 0xffff)) << COST) + candidate[2 * i]);
-                best = min(best, (static_cast<unsigned>(__popc(left[i] >> 16)) << COST) + candidate[2 * i + 1]);
+                const unsigned low = count_bits(left[i] & 0xffff), high = __popc(left[i] >> 16);
+                best = min(best, min((low << COST) + candidate[2 * i], (high << COST) + candidate[2 * i + 1]));
             }
             key = __reduce_min_sync(ALL_LANES, best);
         }
