@@ -261,7 +261,9 @@ def require_gpu(device: Any = None) -> None:
 
 
 def load(source: str, defines: Defines | None = None) -> Any:
-    """The compiled source as a ``cupy.RawModule`` on the current torch device, loaded once per process.
+    """The compiled source as a ``cupy.RawModule`` on the current torch device.
+
+    Loaded once per process: a source edited afterwards is not looked at again.
 
     Raises:
         MeasurementError: as `require_gpu` and `compile`.
@@ -269,15 +271,17 @@ def load(source: str, defines: Defines | None = None) -> Any:
     import torch
 
     require_gpu()
-    return _load(str(compile(source, defines).cubin), torch.cuda.current_device())
+    macros = tuple(sorted((defines or {}).items()))
+    compiler = os.environ.get("PWBENCH_COMPILER", "")
+    return _load(source_path(source), macros, compiler, torch.cuda.current_device())
 
 
 @cache
-def _load(cubin: str, device: int) -> Any:
+def _load(path: Path, macros: tuple[tuple[str, int | str], ...], compiler: str, device: int) -> Any:
     import cupy
 
     with cupy.cuda.Device(device):
-        return cupy.RawModule(path=cubin)
+        return cupy.RawModule(path=str(compile(path.name, dict(macros)).cubin))
 
 
 def get(source: str, name: str, defines: Defines | None = None, *, shared: int = 0) -> Kernel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -48,10 +48,15 @@ SHAPES = [
 ]
 
 
+@cache
+def made(shape: Shape) -> SparsePrefillCall:
+    return shape.build().to(DEVICE)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("variant", [*PEERS, "triton"])
 def test_a_baseline_is_accurate(variant: str, shape: Shape) -> None:
-    call = shape.build().to(DEVICE)
+    call = made(shape)
     prepared = prepare(variant, "accurate", call)
     out = run(prepared)
     check(out, reference.attend(call), ACCURATE, f"{variant}, {shape}")
