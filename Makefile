@@ -45,7 +45,8 @@ gate: setup
 	$(BIN)/pwbench gate
 
 docs: setup
-	$(BIN)/python scripts/docs.py
+	$(BIN)/python -c "import pwbench.columns as c; print(c.column_dictionary(), end='')" > docs/columns.md
+	$(BIN)/pwbench report --fill README.md --fill docs/results.md
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -33,7 +33,14 @@ OUT = click.option("--out", type=click.Path(path_type=Path), required=True, help
 
 @click.group(context_settings=CONTEXT_SETTINGS)
 def capture() -> None:
-    """Record the inputs of the operator from a model, a file or a generator."""
+    """Record the inputs of the operator from a model, a file or a generator.
+
+    \b
+    Example:
+      pwbench capture transformers --model DIR --prompt code.txt --context 8192 --out captures/mine
+      pwbench capture tensors dump.safetensors --out captures/mine/layer-3
+      pwbench capture synthetic --context 65536 --queries 8192 --affinity 0.9 --out captures/mine/synthetic
+    """
 
 
 @capture.command(context_settings=CONTEXT_SETTINGS)
