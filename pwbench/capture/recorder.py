@@ -68,7 +68,13 @@ class Recorder:
         k_scale, v_scale: FP8 scales for `record`, stored = value / scale.
 
     Raises:
-        InputError: a target is impossible (more queries than context, nothing to record).
+        InputError: a target asks for more queries than its context has.
+
+    Example:
+        >>> recorder = Recorder(layers=[12], max_calls=4)
+        >>> recorder.record_call(call, layer=12)  # in the engine's attention, before or after the kernel
+        >>> for n, one in enumerate(recorder.calls):
+        ...     write(f"captures/mine/call-{n}", one.call, facts=one.facts)
     """
 
     def __init__(

@@ -4,13 +4,18 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from pwbench import reference
 from pwbench.capture import discover, failures, load, verify, write, writer
 from pwbench.capture.format import MANIFEST
 from pwbench.errors import CaptureError, OperatorError
-from tests.calls import make_call
+from pwbench.operator import supports
+from tests.calls import SELECTIONS, make_call
 
 
 def small(seed=1, **changes):
@@ -177,3 +182,35 @@ def test_only_partials_are_cleaned(tmp_path):
         path.mkdir()
     assert writer.clean_stale_partials(tmp_path) == [stale]
     assert all(path.is_dir() for path in kept)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    q_lens=st.lists(st.integers(0, 12), min_size=1, max_size=3).filter(any),
+    kv_heads=st.integers(1, 2),
+    selection=st.sampled_from(SELECTIONS),
+    missing_tokens=st.integers(0, 300),
+    shared_pages=st.integers(0, 2),
+    kind=st.sampled_from(["full", "tables"]),
+)
+def test_any_call_without_nan_verifies_once_written(
+    tmp_path_factory, seed, q_lens, kv_heads, selection, missing_tokens, shared_pages, kind
+):
+    call = make_call(
+        seed,
+        q_lens,
+        kv_heads=kv_heads,
+        selection=selection,
+        seq_lens=[max(600 + n - missing_tokens, 0) for n in q_lens],
+        shared_pages=shared_pages,
+        poison="tails",
+    )
+    path = write(tmp_path_factory.mktemp("any") / "one", call, kind=kind)
+    assert failures(verify(path)) is None
+    again = load(path).call()
+    for got, want in zip(supports(again), supports(call), strict=True):
+        np.testing.assert_array_equal(got, want)
+    if kind == "full":
+        rows = [0, call.total_q - 1]
+        assert torch.equal(reference.attend(again, rows), reference.attend(call, rows))
