@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Everything that needs a Hopper GPU, from a checkout and without installing it.
+#
+#   scripts/h200.sh OUT [build] [test] [sanitize] [replay]        all four steps when none is named
+#
+# Logs and Parquet land in OUT. A failed step does not stop the later ones; the exit code says that one
+# failed. Settings, by environment:
+#   CAPTURES="captures/real-64k ..."   what replay runs             (default: everything below captures/)
+#   VARIANTS="union8 flashinfer ..."   competitors                  (default: all that can run)
+#   PRECISIONS="fast accurate"         one Parquet file for each    (default: both)
+#   SAMPLES=50  REPLAY="--l2 both"     samples, further options of replay
+#   TESTS="tests/gpu -k union8"        what test runs               (default: tests/gpu)
+set -uo pipefail
+out=$(mkdir -p "${1:?usage: h200.sh OUT [build] [test] [sanitize] [replay]}" && cd "$1" && pwd)
+shift
+cd "$(dirname "$0")/.."
+steps=${*:-build test sanitize replay}
+
+# FlashInfer and its kernel library, where a bundle of them lies beside the checkout.
+for part in .peers/*/enter.sh; do
+    [ -f "$part" ] && . "$part"
+done
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+failed=0
+
+step() { # name, log, command...: runs it, keeps the log, says how it went
+    local name=$1 log=$out/$2 begin=$SECONDS
+    shift 2
+    "$@" 2>&1 | tee "$log"
+    local code=${PIPESTATUS[0]}
+    [ "$code" -eq 0 ] || failed=1
+    printf -- '---- %-10s exit code %d, %d s\n' "$name" "$code" $((SECONDS - begin)) | tee -a "$out/steps.log"
+}
+
+replay() { # precision
+    local options=()
+    for name in ${VARIANTS:-}; do options+=(--variant "$name"); done
+    # shellcheck disable=SC2086
+    python3 -m pwbench.cli.main replay ${CAPTURES:-} "${options[@]}" --device cuda --precision "$1" \
+        --samples "${SAMPLES:-50}" --out "$out/h200-$1.parquet" ${REPLAY:-}
+}
+
+{
+    nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv,noheader
+    python3 -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)'
+    nvcc --version | tail -2 | head -1
+} 2>&1 | tee "$out/machine.log"
+
+for name in $steps; do
+    case $name in
+    build) step build build.log python3 scripts/build_kernels.py ;;
+    # shellcheck disable=SC2086
+    test) step test test.log python3 -m pytest ${TESTS:-tests/gpu} -p no:cacheprovider \
+        --junitxml="$out/gpu-tests.xml" --durations=15 ;;
+    sanitize) step sanitize sanitize.log bash scripts/sanitize.sh "$out/sanitize" ;;
+    replay)
+        for precision in ${PRECISIONS:-fast accurate}; do
+            step "$precision" "replay-$precision.log" replay "$precision"
+        done
+        step report report.log python3 -m pwbench.cli.main report "$out"/h200-*.parquet
+        ;;
+    *)
+        echo "h200.sh knows build, test, sanitize and replay, not '$name'." >&2
+        exit 2
+        ;;
+    esac
+done
+exit $failed
