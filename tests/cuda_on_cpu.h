@@ -43,15 +43,18 @@ namespace emulator {
 
 constexpr size_t STACK = 64 << 10;
 
+struct Meeting {  // of the fibers of a warp or of the block
+    int waiting = 0, alive = 0, generation = 0;
+    unsigned value[32];
+};
+
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(STACK);
     bool done = false;
-};
-
-struct Meeting {  // of the fibers of a warp or of the block
-    int waiting = 0, alive = 0, generation = 0;
-    unsigned value[32];
+    const Meeting* awaits = nullptr;  // until its generation has passed
+    int generation = 0;
+    bool ready() const { return !done && !(awaits && awaits->generation == generation); }
 };
 
 inline ucontext_t scheduler;
@@ -72,10 +75,13 @@ inline void release_if_complete(Meeting& meeting) {
 }
 
 inline void meet(Meeting& meeting) {
-    const int generation = meeting.generation;
+    Fiber& fiber = fibers[current];
+    fiber.awaits = &meeting;
+    fiber.generation = meeting.generation;
     ++meeting.waiting;
     release_if_complete(meeting);
-    while (meeting.generation == generation) swapcontext(&fibers[current].context, &scheduler);
+    if (!fiber.ready()) swapcontext(&fiber.context, &scheduler);
+    fiber.awaits = nullptr;
 }
 
 inline Meeting& warp() { return warps[threadIdx.x / 32]; }
@@ -108,6 +114,7 @@ inline void run_block(unsigned threads) {
     for (unsigned t = 0; t < threads; ++t) {
         order[t] = t;
         fibers[t].done = false;
+        fibers[t].awaits = nullptr;
         getcontext(&fibers[t].context);
         fibers[t].context.uc_stack.ss_sp = fibers[t].stack.data();
         fibers[t].context.uc_stack.ss_size = STACK;
@@ -118,7 +125,7 @@ inline void run_block(unsigned threads) {
         progress = false;
         std::shuffle(order.begin(), order.end(), shuffle);
         for (unsigned t : order) {
-            if (fibers[t].done) continue;
+            if (!fibers[t].ready()) continue;
             current = threadIdx.x = t;
             swapcontext(&scheduler, &fibers[t].context);
         }

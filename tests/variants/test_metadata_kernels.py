@@ -217,20 +217,11 @@ def assert_images(call: SparsePrefillCall, images: np.ndarray) -> None:
 # The search -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize(("window", "group"), [(128, 8), (64, 8), (120, 12)])
-def test_search_is_the_greedy_oracle_bit_for_bit(
-    folder: Path, selection: Selection, window: int, group: int
-) -> None:
-    call = make_call(window + group, (131, 0, 1, 150), kv_heads=2, selection=selection)
+@pytest.mark.parametrize(("window", "group"), [(128, 8), (64, 8), (64, 16)])
+def test_search_alone_is_the_greedy_oracle_bit_for_bit(folder: Path, window: int, group: int) -> None:
+    call = make_call(window + group, (131, 0, 1, 70), kv_heads=2, selection="dirty")
     run = Run(folder, call, group, window)
     np.testing.assert_array_equal(run.regroup(), greedy(call, window, group))
-
-
-@pytest.mark.parametrize(("window", "group"), [(64, 16), (128, 4)])
-def test_search_makes_groups_of_other_sizes(folder: Path, window: int, group: int) -> None:
-    call = make_call(1, (200,), selection="random")
-    np.testing.assert_array_equal(Run(folder, call, group, window).regroup(), greedy(call, window, group))
 
 
 def test_search_has_no_limit_on_pages(folder: Path) -> None:
