@@ -2,7 +2,7 @@
 //
 //   clean_supports   row -> its support (distinct visible pages, ascending), and membership bits
 //   count_lists      tiles and page loads of each block of 32 page lists
-//   scan_lists       exclusive sums of those, and where each chunk's page loads begin
+//   scan_lists       exclusive sums of those, and where those of each chunk and KV head begin
 //   write_lists      tile entries and page loads
 //
 // Everything is placed by counting, nothing by the order in which atomics happen to arrive: the same
@@ -32,7 +32,7 @@ struct ListParams {
     int* visible;             // [total_q] tokens a row may see
     uint32_t* members;        // [kv_heads, words, page_columns]
     int2* totals;             // [blocks] tiles, page loads; after the scan: of all blocks before
-    int* chunk_loads;         // [chunks + 1] first page load of each chunk
+    int* chunk_loads;         // [chunks * kv_heads + 1] first page load of each chunk and KV head
     uint32_t* entries;        // [tiles, 4] row << 4 | slot, or NO_ENTRY
     int4* loads;              // physical page, kv_head << 8 | tiles, logical page, first tile
     int total_q;
@@ -231,8 +231,8 @@ __device__ __forceinline__ int inclusive_scan(int value, int lane) {
 extern "C" __global__ void __launch_bounds__(1024) scan_lists(const ListParams params) {
     __shared__ int warp_tiles[32], warp_loads[32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int per_chunk = params.page_columns / LISTS * params.requests * params.kv_heads;
-    const int blocks = per_chunk * params.chunks;
+    const int per_head = params.page_columns / LISTS * params.requests;
+    const int blocks = per_head * params.kv_heads * params.chunks;
     int tiles_before = 0, loads_before = 0;
     for (int first = 0; first < blocks; first += 1024) {
         const int index = first + static_cast<int>(threadIdx.x);
@@ -251,13 +251,13 @@ extern "C" __global__ void __launch_bounds__(1024) scan_lists(const ListParams p
             const int2 before = make_int2(tiles_before + tiles_in_warps + tiles - own.x,
                                           loads_before + loads_in_warps + loads - own.y);
             params.totals[index] = before;
-            if (index % per_chunk == 0) params.chunk_loads[index / per_chunk] = before.y;
+            if (index % per_head == 0) params.chunk_loads[index / per_head] = before.y;
         }
         tiles_before += __shfl_sync(ALL, warps_tiles, 31);
         loads_before += __shfl_sync(ALL, warps_loads, 31);
         __syncthreads();
     }
-    if (threadIdx.x == 0) params.chunk_loads[params.chunks] = loads_before;
+    if (threadIdx.x == 0) params.chunk_loads[params.chunks * params.kv_heads] = loads_before;
 }
 
 /// The same grid as count_lists.

@@ -5,24 +5,7 @@
 //   quantise_queries     Q -> e4m3 in the order of the A fragment, one power-of-two scale a head row
 //   page_union_partials  page loads, tiles, partial outputs
 //   reduce_partials      slots of a row, in ascending order -> bf16 output
-//
-// Ownership: the partial of (row, page) lies in the slot that is the page's rank in the row's support.
-// No two tiles write the same slot and no slot is read that was not written, so nothing is zeroed, no
-// atomics are needed, and the sum has one order.
-#include "tile.cuh"
-
-constexpr int TOPK = 16;
-constexpr int THREADS = 128;  // one warpgroup; three such blocks share an SM
-constexpr int STAGES = 2;
-constexpr int STAGE_BYTES = 2 * KEYS_BYTES + ONES_BYTES;
-constexpr int BARRIER_OFFSET = STAGES * STAGE_BYTES;
-constexpr int SHARED_BYTES = BARRIER_OFFSET + STAGES * 8;
-constexpr int FRAGMENT_BYTES = GROUP_HEADS * HEAD_DIM;       // 16 head rows of a query in e4m3
-constexpr int OUTPUT_BYTES = GROUP_HEADS * HEAD_DIM * 2;     // the same in bf16
-constexpr uint32_t NO_ENTRY = 0xffffffffu;
-constexpr uint32_t ONES = 0x38383838u;                       // four e4m3 ones
-static_assert(STAGE_BYTES % 1024 == 0, "stages keep the swizzle's alignment");
-static_assert(3 * (SHARED_BYTES + 1024 + 1024) <= 233472, "three blocks fit an SM");
+#include "page_union.cuh"
 
 struct QueryParams {
     const uint8_t* q;       // bf16, rows query_bytes apart, heads and channels dense
@@ -41,7 +24,7 @@ struct PartialParams {
     const int* visible;         // [total_q]
     const uint32_t* entries;    // [tiles, 4] row << 4 | slot, or NO_ENTRY
     const int4* loads;          // physical page, kv_head << 8 | tiles, logical page, first tile
-    const int* chunk_loads;     // [chunks + 1]
+    const int* chunk_loads;     // [chunks * kv_heads + 1] first page load of each chunk and KV head
     uint8_t* partial;           // bf16 [kv_heads, chunk_rows, 16 slots, 16 heads, 128]
     float2* statistics;         // [kv_heads, chunk_rows, 16 slots, 16 heads] reference, sum
     int total_q;
@@ -111,136 +94,18 @@ extern "C" __global__ void __launch_bounds__(256) quantise_queries(const QueryPa
 
 // Partials ---------------------------------------------------------------------------------------
 
-/// A warp's query of one tile, in registers.
-struct Query {
-    uint32_t a[16];     // e4m3 A fragment: register 4k + i + 2h
-    float factor[2];    // of head rows r and r + 8
-    int visible;
-    uint32_t entry;
-
-    __device__ __forceinline__ void load(const PartialParams& params, uint32_t which, int head) {
-        entry = which;
-        if (which == NO_ENTRY) {
-#pragma unroll
-            for (int i = 0; i < 16; ++i) a[i] = 0;
-            factor[0] = factor[1] = 0.0f;
-            visible = 0;
-            return;
-        }
-        const int lane = threadIdx.x & 31;
-        const int row = static_cast<int>(which >> 4);
-        const int64_t place = static_cast<int64_t>(head) * params.total_q + row;
-        const uint4* fragment = reinterpret_cast<const uint4*>(params.queries + place * FRAGMENT_BYTES);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const uint4 four = __ldg(fragment + 32 * k + lane);
-            a[4 * k] = four.x;
-            a[4 * k + 1] = four.y;
-            a[4 * k + 2] = four.z;
-            a[4 * k + 3] = four.w;
-        }
-        factor[0] = __ldg(params.row_factor + place * GROUP_HEADS + (lane >> 2));
-        factor[1] = __ldg(params.row_factor + place * GROUP_HEADS + (lane >> 2) + 8);
-        visible = __ldg(params.visible + row);
-    }
-};
-
-/// One page load as a block sees it: lane i of warp w holds the entry that warp w takes of tile i.
-struct Load {
-    int4 record;
-    uint32_t entries;
-
-    __device__ __forceinline__ void fetch_record(const PartialParams& params, int index, int end) {
-        record = index < end ? __ldg(params.loads + index) : make_int4(0, 0, 0, 0);
-    }
-    __device__ __forceinline__ void fetch_entries(const PartialParams& params) {
-        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-        entries = lane < tiles()
-                      ? __ldg(params.entries + (static_cast<int64_t>(record.w) + lane) * TILE_QUERIES + warp)
-                      : NO_ENTRY;
-    }
-    __device__ __forceinline__ int physical() const { return record.x; }
-    __device__ __forceinline__ int head() const { return record.y >> 8; }
-    __device__ __forceinline__ int tiles() const { return record.y & 0xff; }
-    __device__ __forceinline__ int first_token() const { return record.z * PAGE; }
-};
-
-__device__ __forceinline__ void copy_page(const TensorMap& keys, const PartialParams& params, const Load& load,
-                                          uint32_t stage, uint32_t full) {
-    mbarrier_arrive_expect_tx(full, 2 * KEYS_BYTES);
-    cp_async_bulk_tensor_4d(stage, &keys, 0, 0, load.head(), load.physical(), full);
-    const int64_t image = (static_cast<int64_t>(load.physical()) * params.kv_heads + load.head()) * KEYS_BYTES;
-    cp_async_bulk(stage + KEYS_BYTES, params.values + image, KEYS_BYTES, full);
-}
-
-/// Scores -> probabilities times 2^8, packed; returns the two rows' reference maxima (base-2 logits).
-__device__ __forceinline__ void softmax(float (&scores)[SCORES], const float (&factor)[2], uint32_t (&p)[16],
-                                        float (&reference)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        reference[i] = row_maximum(lane_maximum(scores, i)) * factor[i];
-        const float offset = 8.0f - reference[i];
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            scores[4 * j + 2 * i] = ex2_approx(fmaf(scores[4 * j + 2 * i], factor[i], offset));
-            scores[4 * j + 2 * i + 1] = ex2_approx(fmaf(scores[4 * j + 2 * i + 1], factor[i], offset));
-        }
-    }
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) p[4 * s + i + 2 * h] = pack_probabilities(scores, s, i, h);
-        }
-    }
-}
-
-__device__ __forceinline__ void store_partial(const PartialParams& params, uint32_t entry, int head,
-                                              const float (&out)[CHAINED], const float (&reference)[2]) {
-    const int lane = threadIdx.x & 31, r = lane >> 2, t = lane & 3;
-    const int row = static_cast<int>(entry >> 4) - params.chunk * params.chunk_rows;
-    const int slot = static_cast<int>(entry & (TOPK - 1));
-    const int64_t place = (static_cast<int64_t>(head) * params.chunk_rows + row) * TOPK + slot;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float sum = out[SCORES + 2 * i];  // every column of ones holds it
-        uint8_t* target = params.partial + place * OUTPUT_BYTES + (r + 8 * i) * (HEAD_DIM * 2);
-        store_row(target, out, i, __fdividef(1.0f, sum));
-        if (t == 0) params.statistics[place * GROUP_HEADS + r + 8 * i] = make_float2(reference[i], sum);
-    }
-}
-
-/// Settles A fragments in their registers, so that no instruction defines them inside a wgmma group.
-__device__ __forceinline__ void settle(uint32_t (&a)[16]) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i])::"memory");
-}
-
 /// Any grid: blocks take the chunk's page loads in turn. While a page is worked on, the next one is in
 /// flight, and while a tile is multiplied, the next tile's queries are.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     page_union_partials(const __grid_constant__ TensorMap keys, const PartialParams params) {
     extern __shared__ uint8_t raw_shared[];
     const uint32_t base = (smem_address(raw_shared) + 1023) & ~1023u;
-    uint8_t* shared = raw_shared + (base - smem_address(raw_shared));
+    prepare_stages(raw_shared + (base - smem_address(raw_shared)), base, &keys);
     const auto stage_address = [&](int stage) { return base + stage * STAGE_BYTES; };
     const auto full = [&](int stage) { return base + BARRIER_OFFSET + 8 * stage; };
 
-    if (threadIdx.x == 0) {
-        prefetch_tensormap(&keys);
-        for (int stage = 0; stage < STAGES; ++stage) mbarrier_init(full(stage), 1);
-        fence_mbarrier_init();
-    }
-    for (int i = threadIdx.x; i < STAGES * ONES_BYTES / 4; i += THREADS) {
-        const int stage = i / (ONES_BYTES / 4), word = i % (ONES_BYTES / 4);
-        reinterpret_cast<uint32_t*>(shared + stage * STAGE_BYTES + 2 * KEYS_BYTES)[word] = ONES;
-    }
-    fence_proxy_async_shared();
-    __syncthreads();
-
-    const int step = gridDim.x, end = __ldg(params.chunk_loads + params.chunk + 1);
-    int index = __ldg(params.chunk_loads + params.chunk) + blockIdx.x;
+    const int step = gridDim.x, end = __ldg(params.chunk_loads + (params.chunk + 1) * params.kv_heads);
+    int index = __ldg(params.chunk_loads + params.chunk * params.kv_heads) + blockIdx.x;
     if (index >= end) return;
 
     Load load, next;
@@ -265,46 +130,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 
         const uint64_t key_tile = swizzle128_descriptor(stage_address(stage));
         const uint64_t value_tile = swizzle128_descriptor(stage_address(stage) + KEYS_BYTES);
+        const auto place_of = [&](uint32_t entry) {
+            const int row = static_cast<int>(entry >> 4) - params.chunk * params.chunk_rows;
+            return (static_cast<int64_t>(load.head()) * params.chunk_rows + row) * TOPK + (entry & (TOPK - 1));
+        };
         mbarrier_wait(full(stage), (n >> 1) & 1);
         const int tiles = load.tiles();
 #pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile) {
-            float scores[SCORES];
-            settle(query.a);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) wgmma_m64n128k32_rs(scores, query.a + 4 * k, key_tile + 2 * k, k != 0);
-            wgmma_commit_group();
-            const uint32_t entry = query.entry;
-            const int seen = query.visible - load.first_token();
-            const float factor[2] = {query.factor[0], query.factor[1]};
-            const bool last = tile + 1 == tiles, live = entry != NO_ENTRY;
+            const bool last = tile + 1 == tiles;
             const uint32_t following =
                 __shfl_sync(0xffffffff, last ? next.entries : load.entries, last ? 0 : tile + 1);
-            wgmma_wait_group<0>();
-            pin(scores);
-            // The fragment has been read: the next tile's loads run under this tile's softmax and output.
-            query.load(params, following, last ? next.head() : load.head());
-
-            uint32_t p[16];
-            float reference[2] = {0.0f, 0.0f};
-            if (live) {
-                if (seen < PAGE) mask_scores(scores, seen);
-                softmax(scores, factor, p, reference);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 16; ++i) p[i] = 0;
-            }
-
-            float out[CHAINED];
-            settle(p);
-            wgmma_fence();
-#pragma unroll
-            for (int s = 0; s < 4; ++s) wgmma_m64n136k32_rs(out, p + 4 * s, value_tile + 2 * s, s != 0);
-            wgmma_commit_group();
-            wgmma_wait_group<0>();
-            pin(out);
-            if (live) store_partial(params, entry, load.head(), out, reference);
+            const auto reload = [&] { query.load(params, following, last ? next.head() : load.head()); };
+            attend_tile(query, key_tile, value_tile, load.first_token(), reload, place_of, params.partial,
+                        params.statistics);
         }
         load = next;
         next = after;

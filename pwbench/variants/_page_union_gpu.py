@@ -89,7 +89,7 @@ class PageKernels:
         self.visible = empty(call.total_q)
         self.members = empty(heads, self.words, self.page_columns)
         self.totals = empty(self.list_blocks, 2)
-        self.chunk_loads = empty(self.chunks + 1)
+        self.chunk_loads = empty(self.chunks * heads + 1)
         self.entries = empty(tiles, TILE_QUERIES)
         self.loads = empty(self.load_bound, 4)
         self.queries = empty(rows, GROUP_HEADS * HEAD_DIM, dtype=torch.uint8)

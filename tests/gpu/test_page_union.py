@@ -73,16 +73,16 @@ def test_the_page_lists_are_the_oracles(shape: str, chunk_rows: int | None) -> N
     packed = lists.rows.astype(np.uint32) << 4 | lists.slots.astype(np.uint32)
     wanted = np.where(entries >= 0, packed[np.maximum(entries, 0)] if len(packed) else 0, 0xFFFFFFFF)
     np.testing.assert_array_equal(found["entries"], wanted)
-    loads, chunk_loads = expected_loads(call, lists, per_load)
+    loads, marks = expected_loads(call, lists, per_load)
     np.testing.assert_array_equal(found["loads"], loads)
-    chunks = -(-call.total_q // rows)
-    np.testing.assert_array_equal(found["chunk_loads"], np.searchsorted(chunk_loads, np.arange(chunks + 1)))
+    of_each = np.arange(-(-call.total_q // rows) * call.kv_heads + 1)
+    np.testing.assert_array_equal(found["chunk_loads"], np.searchsorted(marks, of_each))
 
 
 def expected_loads(
     call: SparsePrefillCall, lists: page_plan.PageLists, per_load: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Load records, ``[n, 4]`` int32, and the chunk of each."""
+    """Load records, ``[n, 4]`` int32, and which (chunk, KV head) each belongs to."""
     counts = lists.load_counts(per_load)
     owner = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -96,7 +96,8 @@ def expected_loads(
         lists.page[owner],
         first_tile[owner] + done,
     ]
-    return np.stack(records, axis=1).astype(np.int32).reshape(-1, 4), lists.chunk[owner]
+    mark = lists.chunk[owner] * call.kv_heads + lists.kv_head[owner]
+    return np.stack(records, axis=1).astype(np.int32).reshape(-1, 4), mark
 
 
 @pytest.mark.parametrize("shape", SHAPES)
