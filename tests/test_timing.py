@@ -157,7 +157,7 @@ def test_a_candidate_that_breaks_half_way_leaves_no_samples_and_the_rest_goes_on
 
 
 def test_a_lost_device_ends_the_measurement():
-    with pytest.raises(MeasurementError, match="device was lost while timing bad.*illegal memory access"):
+    with pytest.raises(MeasurementError, match=r"device was lost while timing bad.*illegal memory access"):
         measure(
             {"bad": candidate("bad", dies_at=2)}, 5, "eager", "cold", timer=FakeTimer(lost=True), warm_up_s=0
         )
