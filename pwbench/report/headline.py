@@ -111,9 +111,9 @@ def _how_accurate(scope: Scope, best: Contender, rivals: list[Contender]) -> str
         exact = [c for c in rivals if (worst(scope.rows_of(c), "rel_l2") or 1.0) <= ACCURATE]
         if exact:
             mean = scope.geomeans[exact[0]]
-            text += f" Fastest within {ACCURATE:.1e}: {exact[0].full} at {times(mean.value)}."
+            text += f" Fastest within {error(ACCURATE)}: {exact[0].full} at {times(mean.value)}."
         else:
-            text += f" No contender within {ACCURATE:.1e} was measured beside the baseline."
+            text += f" No contender within {error(ACCURATE)} was measured beside the baseline."
     return text
 
 

@@ -74,6 +74,7 @@ def _part(report: Report, scope: Scope, captures: str | Path | None, note: Calla
     anchor = f"{scope.suite}-{scope.device}-{abs(figures.hash_of(scope.gpu)) % 9973}"
     part = Part(scope, tables.title_of(scope), anchor, headline(report, scope), tables.geomean(report, scope))
     drawn = part.figures
+    drawn.update({"speedups": [], "accuracy": [], "capture speedups": []})
     if scope.speedups:
         drawn["speedups"] = [figures.speedups(scope)]
         drawn["accuracy"] = [figure for figure in [figures.accuracy(scope)] if figure]

@@ -51,8 +51,8 @@ def test_a_baseline_with_both_precisions_is_compared_precision_by_precision(tmp_
 
 @pytest.mark.parametrize(
     "change",
-    [{"device": "cpu", "gpu": "Xeon", "mode": "eager"}, {"gpu": "NVIDIA H100"}, {"mode": "eager"}, {"l2": "warm"},
-     {"suite": "extremes"}],
+    [{"device": "cpu", "gpu": "Xeon", "mode": "eager"}, {"gpu": "NVIDIA H100"}, {"mode": "eager"},
+     {"l2": "warm"}, {"suite": "extremes"}],
 )  # fmt: skip
 def test_rows_that_were_not_measured_alike_never_meet(tmp_path, change):
     rows = suite_rows(captures=TWO) + [{**r, **change} for r in suite_rows(captures=TWO)]
