@@ -153,6 +153,15 @@ inline void launch(unsigned grid, unsigned threads, std::function<void()> kernel
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::meet(emulator::block); }
+inline int __syncthreads_and(int own) {
+    static int all;
+    __syncthreads();
+    all = 1;
+    __syncthreads();
+    all &= own != 0;
+    __syncthreads();
+    return all;
+}
 inline void __syncwarp(unsigned = ~0u) { emulator::meet(emulator::warp()); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
