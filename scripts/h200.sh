@@ -15,6 +15,11 @@ out=$(mkdir -p "${1:?usage: h200.sh OUT [build] [test] [sanitize] [replay]}" && 
 shift
 cd "$(dirname "$0")/.."
 steps=${*:-build test sanitize replay}
+for name in $steps; do
+    [[ " build test sanitize replay " == *" $name "* ]] && continue
+    echo "h200.sh knows build, test, sanitize and replay, not '$name'." >&2
+    exit 2
+done
 
 # FlashInfer and its kernel library, where a bundle of them lies beside the checkout.
 for part in .peers/*/enter.sh; do
@@ -58,10 +63,6 @@ for name in $steps; do
             step "$precision" "replay-$precision.log" replay "$precision"
         done
         step report report.log python3 -m pwbench.cli.main report "$out"/h200-*.parquet
-        ;;
-    *)
-        echo "h200.sh knows build, test, sanitize and replay, not '$name'." >&2
-        exit 2
         ;;
     esac
 done

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Sizes that change from call to call must not each compile a kernel of their own.
+@triton.jit(do_not_specialize=["total_q", "requests", "table_width"])
 def clean_ids(
     topk,
     page_table,
@@ -50,7 +51,7 @@ def clean_ids(
     tl.store(visible + place, seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_q"])
 def attend(
     q,
     k,

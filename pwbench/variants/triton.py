@@ -46,11 +46,7 @@ class Triton(Variant):
         reason = self.unavailable(call.device)
         if reason:
             raise VariantUnavailable(reason)
-        if call.q.stride(-1) != 1 or call.k.stride() != call.v.stride() or call.k.stride(-1) != 1:
-            raise VariantUnavailable(
-                f"triton needs q, k and v contiguous in their last dimension and k and v laid out alike; "
-                f"their strides are {call.q.stride()}, {call.k.stride()} and {call.v.stride()}."
-            )
+        _check_strides(call)
         import triton
 
         launches = _Launches(call)
@@ -61,6 +57,23 @@ class Triton(Variant):
             out=launches.out,
             details={"peer": f"triton {triton.__version__}: {warps} warps, {stages} stages"},
         )
+
+
+def _check_strides(call: SparsePrefillCall) -> None:
+    """Any strides of tokens, heads and pages will do; everything else has to be dense.
+
+    Raises:
+        VariantUnavailable: naming the tensor and its strides.
+    """
+    if call.q.stride(-1) != 1 or call.k.stride() != call.v.stride() or call.k.stride(-1) != 1:
+        raise VariantUnavailable(
+            f"triton needs q, k and v contiguous in their last dimension and k and v laid out alike; "
+            f"their strides are {call.q.stride()}, {call.k.stride()} and {call.v.stride()}."
+        )
+    for name in ("topk", "page_table", "cu_seqlens_q", "seq_lens", "positions"):
+        tensor = getattr(call, name)
+        if not tensor.is_contiguous():
+            raise VariantUnavailable(f"triton needs {name} contiguous; its strides are {tensor.stride()}.")
 
 
 class _Launches:

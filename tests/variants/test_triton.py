@@ -35,8 +35,14 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compute capability 8.9" in str(TRITON.unavailable(torch.device("cuda")))
 
 
-def test_strides_it_cannot_follow_are_refused_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("q", "their strides are"), ("topk", "needs topk contiguous")]
+)
+def test_strides_it_cannot_follow_are_refused_with_them(
+    monkeypatch: pytest.MonkeyPatch, name: str, sentence: str
+) -> None:
     monkeypatch.setattr(type(TRITON), "unavailable", lambda self, device: None)
     call = make_call()
-    with pytest.raises(VariantUnavailable, match=r"their strides are"):
-        TRITON.prepare(replace(call, q=call.q.transpose(1, 2).contiguous().transpose(1, 2)), Options())
+    apart = getattr(call, name).transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(VariantUnavailable, match=sentence):
+        TRITON.prepare(replace(call, **{name: apart}), Options())

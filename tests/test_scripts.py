@@ -1,0 +1,59 @@
+"""The scripts for a GPU host, as far as they can be tried without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.calls import make_call
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+
+def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", SCRIPTS / script, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("script", ["h200.sh", "sanitize.sh"])
+def test_an_output_folder_is_asked_for(script: str) -> None:
+    done = run(script)
+    assert done.returncode != 0
+    assert f"usage: {script} OUT" in done.stderr
+
+
+def test_an_unknown_step_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    done = run("h200.sh", str(tmp_path / "out"), "build", "benchmark")
+    assert done.returncode == 2
+    assert "not 'benchmark'" in done.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_missing_sanitizer_is_one_sentence(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "mkdir", "dirname", "head", "ls"):
+        (tools / name).symlink_to(next(p for d in ("/bin", "/usr/bin") if (p := Path(d, name)).exists()))
+    if any(Path("/usr/local/cuda").glob("**/compute-sanitizer")):
+        pytest.skip("compute-sanitizer is installed where the script looks without PATH")
+    done = run("sanitize.sh", str(tmp_path / "out"), PATH=str(tools))
+    assert done.returncode == 3
+    assert done.stderr.strip() == "compute-sanitizer is not installed; it comes with the CUDA toolkit."
+
+
+def test_the_sanitizers_calls_are_valid_and_small() -> None:
+    from sanitize import CALLS
+
+    for arguments in CALLS.values():
+        call = make_call(seed=1, query_gain=1.0, **arguments)
+        assert call.total_q <= 200
