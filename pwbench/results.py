@@ -42,6 +42,7 @@ __all__ = [
     "load_rows",
     "rows_in_order",
     "schema",
+    "stored",
     "write",
 ]
 
@@ -216,6 +217,11 @@ def load(paths: str | Path | Sequence[str | Path] = "results") -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
 
 
+def stored(folder: str | Path = "results") -> pd.DataFrame | None:
+    """The results under ``folder``, None when nothing has been measured yet. Raises as `load`."""
+    return load(folder) if any(_parquet_below(Path(folder))) else None
+
+
 def load_rows(path: str | Path) -> list[Row]:
     """The rows of one results file as plain dicts, as they were given to `write`."""
     table, _ = _read(Path(path))
@@ -242,7 +248,7 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, named):
         if path.is_dir():
-            found += sorted(p for p in path.rglob("*.parquet") if not p.name.startswith("."))
+            found += _parquet_below(path)
         elif path.exists():
             found.append(path)
         else:
@@ -253,6 +259,10 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         where = ", ".join(map(str, named)) or "the paths given"
         raise InputError(f"No results file (*.parquet) lies under {where}; `pwbench replay` makes one.")
     return list(dict.fromkeys(found))
+
+
+def _parquet_below(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*.parquet") if not p.name.startswith("."))
 
 
 def _frame(path: Path) -> pd.DataFrame:

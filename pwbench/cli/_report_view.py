@@ -17,7 +17,7 @@ from pwbench.report.tables import Table
 from pwbench.results import STAGES, Row
 
 _BAR = 20
-_PIPE_WIDTH = 140
+_PIPE_WIDTH = 150
 _MARKS = {
     "search": ("▓", "magenta"),
     "metadata": ("▒", "yellow"),
@@ -28,10 +28,10 @@ _MARKS = {
 _VERDICT_STYLES = {"faster": "green", "slower": "red", "baseline": "bold"}
 # What a narrow terminal does without, first to last.
 _SPARE = (
-    "gap",
     "captures",
     "gain if the search were free",
     "bar",
+    "gap",
     "union pages",
     "metadata",
     "search",
@@ -41,6 +41,8 @@ _SPARE = (
     "95 % interval",
     "T precomputed",
     "window",
+    "reduction",
+    "attention",
 )
 
 

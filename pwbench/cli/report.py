@@ -140,13 +140,9 @@ def _only(frame: pd.DataFrame, suites: tuple[str, ...]) -> pd.DataFrame:
 def _fill(results: tuple[Path, ...], documents: tuple[Path, ...], check: bool) -> None:
     from pwbench import load_results
     from pwbench.report.documents import fill_files
+    from pwbench.results import stored
 
-    try:
-        frame = load_results(list(results) or ["results"])
-    except InputError:
-        if results or any(Path("results").rglob("*.parquet")):
-            raise
-        frame = None  # nothing measured yet: each place then says how to
+    frame = load_results(list(results)) if results else stored()
     changed = fill_files(list(documents), frame, check)
     if check and changed:
         again = " ".join(f"--fill {path}" for path in documents)

@@ -132,7 +132,8 @@ def _scope_warnings(scope: Scope) -> list[str]:
             f"{few} {share} have fewer than {stats.ENOUGH} samples, too few to call anything faster or "
             "slower; replay with more --samples"
         )
-    spread = sum(stats.outlier_share(samples_of(row)) > _OUTLIERS for row in rows)
+    sampled = [samples_of(row) for row in rows if len(samples_of(row)) >= stats.ENOUGH]
+    spread = sum(stats.outlier_share(values) > _OUTLIERS for values in sampled)
     if spread:
         found.append(
             f"in {spread} {share} more than {_OUTLIERS:.0%} of the samples are outliers (kept); something "

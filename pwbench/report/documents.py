@@ -113,6 +113,12 @@ def fill_files(paths: list[Path], frame: pd.DataFrame | None, check: bool = Fals
     return changed
 
 
+def with_tables(root: Path) -> list[Path]:
+    """README and the pages under docs/ of the repository at ``root`` that have a table to fill."""
+    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [page for page in pages if page.is_file() and _PLACE.search(page.read_text(encoding="utf-8"))]
+
+
 def names() -> list[str]:
     """Every table a document may ask for."""
     return sorted(["columns", *PER_SCOPE, *OVER_SCOPES, *OVERALL])

@@ -113,3 +113,11 @@ def test_the_check_writes_nothing_and_names_what_differs(tmp_path, frame):
 def test_a_document_that_cannot_be_read_is_refused(tmp_path, frame):
     with pytest.raises(InputError, match="not a readable text file"):
         documents.fill_files([tmp_path / "absent.md"], frame)
+
+
+def test_the_repositorys_documents_are_what_its_results_give(repository, monkeypatch):
+    monkeypatch.chdir(repository)
+    pages = documents.with_tables(repository)
+    assert repository / "docs" / "results.md" in pages
+    assert repository / "docs" / "columns.md" in pages
+    assert documents.fill_files(pages, results.stored(), check=True) == []
