@@ -9,7 +9,8 @@
 #   VARIANTS="union8 flashinfer ..."   competitors                  (default: all that can run)
 #   PRECISIONS="fast accurate"         one Parquet file for each    (default: both)
 #   SAMPLES=50  REPLAY="--l2 both"     samples, further options of replay
-#   TESTS="tests/gpu -k union8"        what test runs               (default: tests/gpu)
+#   TESTS="tests/gpu -k union8"        what test runs, in one process (default: tests/gpu, a process for each
+#                                      variant, so that a lost CUDA context takes no other variant's tests along)
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: h200.sh OUT [build] [test] [sanitize] [replay]}" && cd "$1" && pwd)
 shift
@@ -20,6 +21,11 @@ for name in $steps; do
     echo "h200.sh knows build, test, sanitize and replay, not '$name'." >&2
     exit 2
 done
+
+if [ "$steps" != build ] && ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "torch sees no CUDA GPU here; only 'build' runs without one." >&2
+    exit 3
+fi
 
 # FlashInfer and its kernel library, where a bundle of them lies beside the checkout.
 for part in .peers/*/enter.sh; do
@@ -35,6 +41,35 @@ step() { # name, log, command...: runs it, keeps the log, says how it went
     local code=${PIPESTATUS[0]}
     [ "$code" -eq 0 ] || failed=1
     printf -- '---- %-10s exit code %d, %d s\n' "$name" "$code" $((SECONDS - begin)) | tee -a "$out/steps.log"
+}
+
+pytest_to() { # name, arguments...: one pytest process with its log and report
+    local name=$1
+    shift
+    python3 -m pytest "$@" -p no:cacheprovider --junitxml="$out/gpu-tests-$name.xml" --durations=10 \
+        >"$out/test-$name.log" 2>&1
+}
+
+gpu_tests() {
+    local alone=(tests/gpu/test_launching.py tests/gpu/test_peers.py) processes=() names=() code=0
+    export OMP_NUM_THREADS=2
+    if [ -n "${TESTS:-}" ]; then
+        # shellcheck disable=SC2086
+        python3 -m pytest $TESTS -p no:cacheprovider --junitxml="$out/gpu-tests.xml" --durations=10
+        return
+    fi
+    pytest_to launching-and-peers "${alone[@]}" &
+    processes+=($!) names+=(launching-and-peers)
+    for name in $(python3 -c 'from tests.gpu.harness import tested; print(*tested())'); do
+        PWBENCH_TEST_VARIANTS=$name pytest_to "$name" tests/gpu "${alone[@]/#/--ignore=}" &
+        processes+=($!) names+=("$name")
+    done
+    for i in "${!processes[@]}"; do
+        wait "${processes[$i]}" || code=1
+        grep -E '^(FAILED|ERROR)' "$out/test-${names[$i]}.log" | head -40
+        printf '%-22s %s\n' "${names[$i]}" "$(tail -1 "$out/test-${names[$i]}.log")"
+    done
+    return $code
 }
 
 replay() { # precision
@@ -54,9 +89,7 @@ replay() { # precision
 for name in $steps; do
     case $name in
     build) step build build.log python3 scripts/build_kernels.py ;;
-    # shellcheck disable=SC2086
-    test) step test test.log python3 -m pytest ${TESTS:-tests/gpu} -p no:cacheprovider \
-        --junitxml="$out/gpu-tests.xml" --durations=15 ;;
+    test) step test test.log gpu_tests ;;
     sanitize) step sanitize sanitize.log bash scripts/sanitize.sh "$out/sanitize" ;;
     replay)
         for precision in ${PRECISIONS:-fast accurate}; do

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.calls import make_call
 
@@ -37,6 +38,16 @@ def test_an_unknown_step_is_refused_before_anything_runs(tmp_path: Path) -> None
     assert done.returncode == 2
     assert "not 'benchmark'" in done.stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_nothing_is_taken_for_a_pass(tmp_path: Path) -> None:
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = run("h200.sh", str(tmp_path / "out"), "test", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 3
+    assert "torch sees no CUDA GPU" in done.stderr
 
 
 def test_a_missing_sanitizer_is_one_sentence(tmp_path: Path) -> None:

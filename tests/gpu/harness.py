@@ -1,7 +1,7 @@
 """What the GPU tests share: a case, a poisoned run, and the comparison with the float64 reference.
 
 ``PWBENCH_TEST_DEVICE=cpu`` runs the same cases through the CPU forms of the variants, which proves the
-cases themselves where there is no GPU.
+cases themselves where there is no GPU. ``PWBENCH_TEST_VARIANTS="union8 triton"`` keeps to those variants.
 """
 
 from __future__ import annotations
@@ -34,12 +34,17 @@ ONE_PRECISION = ("triton", "reference")
 """Variants whose arithmetic does not depend on the precision asked for: always held to ``accurate``."""
 
 
+def tested() -> list[str]:
+    """The variants under test: ours, or those of them that the environment names."""
+    wanted = os.environ.get("PWBENCH_TEST_VARIANTS", "").split()
+    ours = [name for name in variants.names() if name not in (*PEERS, "reference")]
+    return [name for name in ours if not wanted or name in wanted]
+
+
 def runs() -> list[tuple[str, str]]:
     """Every (variant, precision) of ours that the operator's full contract binds."""
     chosen = []
-    for name in variants.names():
-        if name in PEERS or name == "reference":
-            continue
+    for name in tested():
         precisions = variants.get(name).precisions
         chosen += [(name, p) for p in (precisions[-1:] if name in ONE_PRECISION else precisions)]
     return chosen
@@ -47,7 +52,7 @@ def runs() -> list[tuple[str, str]]:
 
 RUNS = runs()
 every_run = pytest.mark.parametrize(("variant", "precision"), RUNS, ids=[f"{n}-{p}" for n, p in RUNS])
-UNIONS = [name for name in variants.names() if name.startswith(("union8", "pageweaver"))]
+UNIONS = [name for name in tested() if name.startswith(("union8", "pageweaver"))]
 
 
 @dataclass(frozen=True, eq=False)

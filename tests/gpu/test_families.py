@@ -18,8 +18,3 @@ def test_the_output_is_the_references(case: Case, variant: str, precision: str) 
     first = run(prepared)
     check(first, ref, case.limit(variant, precision), f"{TITLES[case.family]}: {case.name}")
     assert same(run(prepared), first), "a second run differs"
-
-
-def test_every_family_has_cases() -> None:
-    assert {case.family for case in CASES} == set(TITLES)
-    assert len({str(case) for case in CASES}) == len(CASES)
