@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pwbench.errors import VariantUnavailable
-from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, TOPK, SparsePrefillCall
+from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, TOPK, SparsePrefillCall, supports
 from pwbench.variants import _flashinfer
 from pwbench.variants._base import Options, Prepared, Stage, Variant
 
@@ -34,6 +34,11 @@ class FlashInferPaged(Variant):
             raise VariantUnavailable(reason)
         if not call.q.is_contiguous() or not call.k.stride() == call.v.stride():
             raise VariantUnavailable(f"{self.name} takes contiguous q and k and v laid out alike.")
+        empty = int((supports(call)[1] == 0).sum())
+        if empty:
+            raise VariantUnavailable(
+                f"{self.name} makes a request of every row, and {empty} rows of this call select nothing."
+            )
         paged = _Paged(call)
         _flashinfer.warm(self.name, paged.run, call.device)
         return Prepared(

@@ -214,6 +214,9 @@ def test_the_paged_wrapper_is_given_each_rows_pages(monkeypatch: pytest.MonkeyPa
     call = make_call(
         5, q_lens=(9, 0, 4), kv_heads=2, selection="dirty", separate=separate, k_scale=1.3, v_scale=0.7
     )
+    with pytest.raises(VariantUnavailable, match="rows of this call select nothing"):
+        variants.get("flashinfer-paged").prepare(call, Options())
+    call.topk[..., 5] = 0  # page 0 is visible to every row
     prepared = variants.get("flashinfer-paged").prepare(call, Options())
     for stage in prepared.stages:
         stage.run()
