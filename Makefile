@@ -5,6 +5,7 @@ TORCH  ?= torch==2.13.0
 EXTRAS ?= dev,transformers
 BIN    := $(VENV)/bin
 DEMO   := build/demo.parquet
+DEMO_VARIANTS ?= union8 union8-regroup union8-precomputed
 
 .PHONY: help setup demo replay test lint kernels docs gate clean
 
@@ -27,8 +28,8 @@ setup: $(VENV)/.ready
 
 demo replay: setup
 	mkdir -p $(dir $(DEMO))
-	$(BIN)/pwbench replay --out $(DEMO)
-	$(BIN)/pwbench report $(DEMO)
+	$(BIN)/pwbench replay captures/real-8k $(DEMO_VARIANTS:%=--variant %) --out $(DEMO)
+	$(BIN)/pwbench report $(DEMO) --baseline union8
 
 test: setup
 	$(BIN)/python -m pytest
