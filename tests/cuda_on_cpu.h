@@ -162,6 +162,7 @@ inline int __syncthreads_and(int own) {
     __syncthreads();
     return all;
 }
+inline int __syncthreads_or(int own) { return !__syncthreads_and(!own); }
 inline void __syncwarp(unsigned = ~0u) { emulator::meet(emulator::warp()); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}

@@ -21,7 +21,16 @@ struct PackParams {
     int blocks;                 // thread blocks that share the pages
 };
 
+/// What the queries selected, to pack no other pages.
+struct Selection {
+    const int* topk;            // [kv_heads, total_q, 16]
+    const int* cu_seqlens_q;    // [requests + 1]
+    const int* positions;       // [total_q]
+    int total_q;
+};
+
 constexpr int IMAGE_BYTES = 128 * 128;
+constexpr int SELECTION_BLOCKS = TOPK / 4;  // of pack_selected_block, for each query row and head
 
 /// The two NaN of e4m3, 0x7F and 0xFF, replaced by zero in four bytes at once.
 __device__ __forceinline__ unsigned without_nan(unsigned bytes) {
@@ -67,16 +76,56 @@ __device__ __forceinline__ void pack_page(const uint8_t* page, int64_t token_str
     __syncthreads();
 }
 
+/// The image of one logical page.
+__device__ __forceinline__ void pack_logical_page(const PackParams& params, int request, int logical, int head,
+                                                  uint4* tile) {
+    const int64_t row = params.page_table[static_cast<int64_t>(request) * params.max_pages + logical];
+    pack_page(params.v + row * params.page_stride + head * params.head_stride, params.token_stride,
+              reinterpret_cast<uint4*>(params.images + (row * params.kv_heads + head) * IMAGE_BYTES), tile);
+}
+
 /// Block `block` of `params.blocks`: its share of the pages that hold a token.
 __device__ __forceinline__ void pack_block(const PackParams& params, int block, uint4* tile) {
     for (int item = block;; item += params.blocks) {
-        const int head = item % params.kv_heads;
         const Place place = locate(params.requests, item / params.kv_heads, [&](int request) {
             return min(divide_up(params.seq_lens[request], PAGE_TOKENS), params.max_pages);
         });
         if (place.request < 0) return;
-        const int64_t row = params.page_table[static_cast<int64_t>(place.request) * params.max_pages + place.ordinal];
-        pack_page(params.v + row * params.page_stride + head * params.head_stride, params.token_stride,
-                  reinterpret_cast<uint4*>(params.images + (row * params.kv_heads + head) * IMAGE_BYTES), tile);
+        pack_logical_page(params, place.request, place.ordinal, item % params.kv_heads, tile);
+    }
+}
+
+/// Block `block` of kv_heads * total_q * SELECTION_BLOCKS, for few queries in long contexts: the pages at
+/// four Top-K positions of one query row, save those that the rows just ahead of it already ask for.
+/// A repeat from farther back is packed again: the same bytes.
+__device__ __forceinline__ void pack_selected_block(const PackParams& params, const Selection& selection, int block,
+                                                    uint4* tile) {
+    constexpr int PARTS = TOPK / 4, ROWS = BLOCK / PARTS;  // a thread compares four ids, a block those of ROWS rows
+    const int part = block % SELECTION_BLOCKS, row = block / SELECTION_BLOCKS % selection.total_q;
+    const int head = block / SELECTION_BLOCKS / selection.total_q;
+    const Place place = locate(params.requests, row, [&](int request) {
+        return selection.cu_seqlens_q[request + 1] - selection.cu_seqlens_q[request];
+    });
+    const int length = params.seq_lens[place.request];
+    const int4* ids = reinterpret_cast<const int4*>(selection.topk) + static_cast<int64_t>(head) * selection.total_q * PARTS;
+    const int4 own = ids[static_cast<int64_t>(row) * PARTS + part];
+    const int visible = visible_tokens(length, selection.positions[row]);
+
+    const int other = max(row - place.ordinal, row - (ROWS - 1)) + static_cast<int>(threadIdx.x) / PARTS;
+    const int other_part = threadIdx.x % PARTS;
+    int4 seen = make_int4(-1, -1, -1, -1);
+    int seen_visible = 0;
+    if (other < row || (other == row && other_part <= part)) {
+        seen = ids[static_cast<int64_t>(other) * PARTS + other_part];
+        seen_visible = visible_tokens(length, selection.positions[other]);
+    }
+    const int wanted[4] = {own.x, own.y, own.z, own.w}, met[4] = {seen.x, seen.y, seen.z, seen.w};
+    const bool same = other == row && other_part == part;
+    for (int i = 0; i < 4; ++i) {
+        if (!page_visible(wanted[i], visible, params.max_pages)) continue;
+        bool repeated = false;
+        for (int k = 0; k < (same ? i : 4); ++k)
+            repeated |= met[k] == wanted[i] && page_visible(met[k], seen_visible, params.max_pages);
+        if (!__syncthreads_or(repeated)) pack_logical_page(params, place.request, wanted[i], head, tile);
     }
 }

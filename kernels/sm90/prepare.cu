@@ -1,7 +1,6 @@
 // Union preparation: one block gathers the Top-K rows of one task's slots through the execution order,
 // drops ids that are no visible page, and emits the task's pages by ascending logical id with their
 // membership masks. Pages are ranked by a bitmap over the page table's width: mark, count, rank.
-#include "pack_values.cuh"
 #include "tasks.cuh"
 
 /// Dynamic shared memory, `bitmap` and `before` sized by the page table's width.
@@ -112,5 +111,5 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     if (blockIdx.x < tasks)
         prepare_block(params, blockIdx.x, reinterpret_cast<unsigned char*>(dynamic));
     else
-        pack_block(values, blockIdx.x - tasks, dynamic);
+        pack_beside(params, values, blockIdx.x - tasks, dynamic);
 }

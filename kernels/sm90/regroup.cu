@@ -5,7 +5,6 @@
 #endif
 #include "window.cuh"
 
-#include "pack_values.cuh"
 #include "tasks.cuh"
 
 /// One group as a task, by one warp. `slots` counts who selected each local page, two pages to a word.
@@ -136,6 +135,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
     if (blockIdx.x < windows)
         plan_block(params, tasks, blockIdx.x);
     else
-        pack_block(values, blockIdx.x - windows, dynamic);
+        pack_beside(tasks, values, blockIdx.x - windows, dynamic);
 }
 #endif

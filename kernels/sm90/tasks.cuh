@@ -1,7 +1,7 @@
 // Task records, their order of work, and the parameters of the kernels that make them.
 #pragma once
 
-#include "metadata.cuh"
+#include "pack_values.cuh"
 
 #ifndef TASK_QUERIES
 #define TASK_QUERIES 8
@@ -27,6 +27,11 @@ struct PrepareParams {
     int kv_heads;
     int tasks_per_head;
 };
+
+// With PACK_SELECTED the fused launches make the images of selected pages alone.
+#ifndef PACK_SELECTED
+#define PACK_SELECTED 0
+#endif
 
 constexpr int TASK_IDS = TASK_QUERIES * TOPK;
 constexpr int SUBGROUP = 4;             // slots of one tensor-core tile
@@ -106,4 +111,14 @@ __device__ __forceinline__ void finish_tasks(const PrepareParams& params, int bl
     __threadfence();
     if (threadIdx.x == 0) *params.finished = 0;
     sort_tasks(params, params.kv_heads * params.tasks_per_head, scratch);
+}
+
+/// The packing role of a fused launch.
+__device__ __forceinline__ void pack_beside(const PrepareParams& tasks, const PackParams& values, int block,
+                                            uint4* tile) {
+#if PACK_SELECTED
+    pack_selected_block(values, {tasks.topk, tasks.cu_seqlens_q, tasks.positions, tasks.total_q}, block, tile);
+#else
+    pack_block(values, block, tile);
+#endif
 }

@@ -25,6 +25,7 @@ from pwbench.kernels import Kernel, Launch
 from pwbench.operator import HEAD_DIM, PAGE, SparsePrefillCall
 from pwbench.variants._base import Options, Prepared, Stage
 from pwbench.variants._union_plan import (
+    BITMAP_PAGES,
     BLOCK,
     DESIGNS,
     PAGE_RECORD,
@@ -58,7 +59,7 @@ def prepare(call: SparsePrefillCall, options: Options, *, name: str, order: str)
             walk.regroup()
             torch.cuda.synchronize()
     if order == "online":
-        launches = [walk.plan_and_pack, walk.attention]
+        launches = [*walk.ahead_of_attention, walk.attention]
         stages = [
             Stage("search", walk.regroup),
             Stage("metadata", in_turn([walk.pack_values, walk.prepare])),
@@ -130,28 +131,48 @@ class _UnionWalk:
         self.attention = self._bind_attention()
 
     def _bind_metadata(self, regrouped: bool) -> None:
-        plan, late = self.plan, self.design.programmatic
+        plan = self.plan
+        lists, values = self._prepare_params(regrouped), self._pack_params()
         packers = plan.pack_blocks(self._multiprocessors)
-        search, lists, values = self._regroup_params(), self._prepare_params(regrouped), self._pack_params()
-
-        def regroup(entry: str) -> Kernel:
-            defines = {"GROUP": plan.queries, "WINDOW": plan.window, **self._programmatic}
-            return kernels.get("regroup.cu", entry, defines, shared=plan.regroup_shared)
+        fused = {**self._programmatic, "PACK_SELECTED": int(plan.packs_selected)}
 
         def prepare(entry: str) -> Kernel:
-            defines = {"TASK_QUERIES": plan.queries, **self._programmatic}
+            defines = {"TASK_QUERIES": plan.queries, **fused}
             return kernels.get("prepare.cu", entry, defines, shared=plan.prepare_shared)
 
-        pack = kernels.get("pack_values.cu", "pack_values", self._programmatic)
-        self.pack_values = pack.bind((packers,), BLOCK, values)
-        self.regroup = regroup("regroup").bind((plan.windows,), BLOCK, search)
-        self.plan_and_pack = regroup("plan_and_pack").bind(
-            (plan.windows + packers,), BLOCK, search, lists, values
+        self.prepare = prepare("prepare").bind(
+            (plan.tasks,), BLOCK, lists, programmatic=self.design.programmatic
         )
-        self.prepare = prepare("prepare").bind((plan.tasks,), BLOCK, lists, programmatic=late)
         self.prepare_and_pack = prepare("prepare_and_pack").bind(
             (plan.tasks + packers,), BLOCK, lists, values
         )
+        pack = kernels.get(
+            "pack_values.cu", "pack_selected" if plan.packs_selected else "pack_values", self._programmatic
+        )
+        selection = [self._selection_params()] if plan.packs_selected else []
+        self.pack_values = pack.bind((packers,), BLOCK, values, *selection)
+        if regrouped:
+            self._bind_search(lists, values, packers, fused)
+
+    def _bind_search(
+        self, lists: np.ndarray, values: np.ndarray, packers: int, fused: dict[str, int]
+    ) -> None:
+        plan, search = self.plan, self._regroup_params()
+        defines = {"GROUP": plan.queries, "WINDOW": plan.window, **fused}
+
+        def regroup(entry: str) -> Kernel:
+            return kernels.get("regroup.cu", entry, defines, shared=plan.regroup_shared)
+
+        if self.design.bitmap_search and plan.max_pages <= BITMAP_PAGES:
+            kernel = kernels.get("regroup_bitmap.cu", "regroup_bitmap", defines)
+            self.regroup = kernel.bind((plan.windows,), 64 if plan.window <= 64 else 128, search)
+            self.ahead_of_attention = [self.regroup, self.prepare_and_pack]
+        else:
+            self.regroup = regroup("regroup").bind((plan.windows,), BLOCK, search)
+            plan_and_pack = regroup("plan_and_pack")
+            self.ahead_of_attention = [
+                plan_and_pack.bind((plan.windows + packers,), BLOCK, search, lists, values)
+            ]
 
     def _regroup_params(self) -> np.ndarray:
         call, plan = self.call, self.plan
@@ -210,6 +231,15 @@ class _UnionWalk:
             max_pages=plan.max_pages,
             kv_heads=plan.kv_heads,
             blocks=plan.pack_blocks(self._multiprocessors),
+        )
+
+    def _selection_params(self) -> np.ndarray:
+        return kernels.pack(
+            kernels.params_dtype("pack_values.cuh", "Selection"),
+            topk=self.call.topk,
+            cu_seqlens_q=self.call.cu_seqlens_q,
+            positions=self.call.positions,
+            total_q=self.plan.total_q,
         )
 
     def _bind_attention(self) -> Launch:

@@ -18,6 +18,10 @@ IMAGE_BYTES = PAGE * HEAD_DIM
 """One V^T image (pack_values.cuh)."""
 MAX_PAGES = 1 << 16
 """Logical ids are 16 bits wide in page records."""
+SELECTION_BLOCKS = TOPK // 4
+"""Blocks that pack what one query row selected (pack_values.cuh)."""
+BITMAP_PAGES = 512
+"""Capacity of the paper's form of the search (regroup_bitmap.cu)."""
 PACK_BLOCKS = 8
 """Blocks a multiprocessor can hold while packing: 256 threads, 16 KiB of shared memory."""
 
@@ -45,6 +49,7 @@ class Design:
         persistent: as many blocks as fit the machine, which take tasks from a counter, longest first;
             otherwise a cluster for each task.
         gate: windows whose neighbours' mean union is at most this many pages are not searched.
+        bitmap_search: search in the paper's form, where contexts fit its 512 pages; for comparison.
         programmatic: launches overlap the tail of the one before; the source must wait for it.
         defines: macros of the source.
     """
@@ -55,6 +60,7 @@ class Design:
     cluster: int = 1
     persistent: bool = False
     gate: float = 0.0
+    bitmap_search: bool = False
     programmatic: bool = False
     defines: Mapping[str, int] = field(default_factory=dict)
 
@@ -135,8 +141,17 @@ class Plan:
     def images(self) -> int:
         return self.pool_pages * self.kv_heads
 
+    @property
+    def packs_selected(self) -> bool:
+        """Whether to make V^T images of the selected pages alone: worth its look at the neighbours' ids
+        when there are few queries for the pages that the page table has room for."""
+        return self.total_q * SELECTION_BLOCKS < self.requests * self.max_pages
+
     def pack_blocks(self, multiprocessors: int) -> int:
-        """Blocks that share the V images: one for each possible page, or as many as run at once."""
+        """Blocks that make the V^T images: for selected pages a fixed number a query row and head;
+        otherwise one for each possible page, or as many as run at once."""
+        if self.packs_selected:
+            return self.total_q * self.kv_heads * SELECTION_BLOCKS
         return min(self.requests * self.max_pages * self.kv_heads, PACK_BLOCKS * multiprocessors)
 
     @property

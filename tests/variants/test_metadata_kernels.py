@@ -12,7 +12,7 @@ import torch
 
 from pwbench import kernels
 from pwbench.grouping import Unions, identity_order, prepare_unions, regroup
-from pwbench.operator import PAGE, SparsePrefillCall, supports, visible_tokens
+from pwbench.operator import PAGE, SparsePrefillCall, request_of_rows, supports, visible_tokens
 from pwbench.variants._union_plan import BLOCK, PAGE_RECORD, TASK_RECORD, Plan, unions_of
 from tests.calls import SELECTIONS, Selection, make_call
 from tests.emulator import Emulated, compile_for_cpu
@@ -56,7 +56,7 @@ class Run:
         self.task_order = np.full(plan.tasks, UNTOUCHED, np.int32)
         self.counters = np.array([5, 0], np.int32)
         self.images = np.full((plan.pool_pages, plan.kv_heads, PAGE, PAGE), 0xEE, np.uint8)
-        self.packers = 5
+        self.packers = plan.pack_blocks(1) if plan.packs_selected else 5
 
     @property
     def unions(self) -> Unions:
@@ -85,20 +85,36 @@ class Run:
         self._lists().launch("prepare_and_pack", self.plan.tasks + self.packers, BLOCK, *params)
 
     def pack_values(self) -> None:
-        program = compile_for_cpu(self.folder, "pack_values.cu", {"pack_values": ["PackParams"]}, {})
-        program.launch("pack_values", self.packers, BLOCK, self._pack_params())
+        entries = {"pack_values": ["PackParams"], "pack_selected": ["PackParams", "Selection"]}
+        program = compile_for_cpu(self.folder, "pack_values.cu", entries, {})
+        if not self.plan.packs_selected:
+            program.launch("pack_values", self.packers, BLOCK, self._pack_params())
+            return
+        selection = kernels.pack(
+            kernels.params_dtype("pack_values.cuh", "Selection"),
+            topk=self.call.topk,
+            cu_seqlens_q=self.call.cu_seqlens_q,
+            positions=self.call.positions,
+            total_q=self.plan.total_q,
+        )
+        program.launch("pack_selected", self.packers, BLOCK, self._pack_params(), selection)
 
     def _search(self) -> Emulated:
         entries = {
             "regroup": ["RegroupParams"],
             "plan_and_pack": ["RegroupParams", "PrepareParams", "PackParams"],
         }
-        defines = {"WINDOW": self.plan.window, "GROUP": self.plan.queries}
+        defines = {"WINDOW": self.plan.window, "GROUP": self.plan.queries, **self._fused}
         return compile_for_cpu(self.folder, "regroup.cu", entries, defines)
 
     def _lists(self) -> Emulated:
         entries = {"prepare": ["PrepareParams"], "prepare_and_pack": ["PrepareParams", "PackParams"]}
-        return compile_for_cpu(self.folder, "prepare.cu", entries, {"TASK_QUERIES": self.plan.queries})
+        defines = {"TASK_QUERIES": self.plan.queries, **self._fused}
+        return compile_for_cpu(self.folder, "prepare.cu", entries, defines)
+
+    @property
+    def _fused(self) -> dict[str, int]:
+        return {"PACK_SELECTED": 1} if self.plan.packs_selected else {}
 
     def _tables(self) -> dict[str, object]:
         return {
@@ -204,21 +220,28 @@ def assert_task_order(run: Run) -> None:
     assert run.counters.tolist() == [0, 0]
 
 
-def assert_images(call: SparsePrefillCall, images: np.ndarray) -> None:
+def assert_images(
+    call: SparsePrefillCall, images: np.ndarray, wanted: set[tuple[int, int]] | None = None
+) -> None:
+    """Every image wanted, (row of the cache, head), holds its page without NaN, and no other was touched.
+    Wanted by default: all pages that hold a token."""
     stored = call.v.contiguous().view(torch.uint8).numpy()
     clean = np.where((stored & 0x7F) == 0x7F, 0, stored)
     assert (clean != stored).any()
-    used = np.zeros(len(images), bool)
-    for request, length in enumerate(call.seq_lens.tolist()):
-        used[call.page_table[request, : -(-length // PAGE)].numpy()] = True
+    if wanted is None:
+        wanted = {
+            (row, head)
+            for request, length in enumerate(call.seq_lens.tolist())
+            for row in call.page_table[request, : -(-length // PAGE)].tolist()
+            for head in range(call.kv_heads)
+        }
     for row in range(len(images)):
         for head in range(call.kv_heads):
-            if used[row]:
+            if (row, head) in wanted:
                 np.testing.assert_array_equal(unpacked(images[row, head]), clean[row, head])
             else:
                 assert (images[row, head] == 0xEE).all()
-    assert used.any()
-    assert not used.all()
+    assert 0 < len(wanted) < images.shape[0] * images.shape[1]
 
 
 # The search -----------------------------------------------------------------------------------
@@ -322,6 +345,20 @@ def test_images_hold_every_token_of_every_used_page_and_no_nan(folder: Path, sep
     run = Run(folder, call, 8)
     run.pack_values()
     assert_images(call, run.images)
+
+
+@pytest.mark.parametrize("entry", ["pack_values", "prepare_and_pack", "plan_and_pack"])
+def test_few_queries_in_a_long_context_pack_what_they_select_and_no_more(folder: Path, entry: str) -> None:
+    call = make_call(21, (3, 0, 75), prefix_lens=(30_000, 0, 9_000), kv_heads=2, selection="dirty")
+    call.topk[:, 3:30] = call.topk[:, 3:4]  # repeats, of pages the first of them may not see yet
+    call.positions[3:10] = 300
+    run = Run(folder, call, 8, 64)
+    assert run.plan.packs_selected
+    getattr(run, entry)()
+    request = request_of_rows(call.cu_seqlens_q.numpy())
+    head, row, position = np.nonzero(supports(call)[0] >= 0)
+    rows = call.page_table.numpy()[request[row], supports(call)[0][head, row, position]]
+    assert_images(call, run.images, set(zip(rows.tolist(), head.tolist(), strict=True)))
 
 
 def test_preparing_beside_packing_writes_what_each_does_alone(folder: Path) -> None:
