@@ -166,6 +166,7 @@ def regrouping(gains: Sequence[Gain]) -> str:
 def unions(capture: str, before: np.ndarray, after: np.ndarray) -> str:
     """How large the unions of 8 queries are, before and after regrouping."""
     top = int(max(before.max(initial=1), after.max(initial=1)))
+    left = before.mean() + after.mean() > top  # where the bars are not
     bins = np.linspace(0, top + 1, min(top + 2, 48)).tolist()
     with rc_context(_RC):
         figure = Figure(figsize=(_WIDTH, 1.75), layout="constrained")
@@ -174,8 +175,11 @@ def unions(capture: str, before: np.ndarray, after: np.ndarray) -> str:
             axes.hist(sizes, bins=bins, histtype="stepfilled", color=_TOKEN[name], alpha=0.35)
             axes.hist(sizes, bins=bins, histtype="step", color=_TOKEN[name], linewidth=1.2)
             axes.axvline(sizes.mean(), color=_TOKEN[name], linewidth=1, linestyle="--")
-            axes.text(0.98, offset, f"{name}: mean {sizes.mean():.1f}", color=_TOKEN[name], ha="right",
-                      transform=axes.transAxes, fontsize=7.5)  # fmt: skip
+            place, side = (0.01, "left") if left else (0.99, "right")
+            text = f"{name}: mean {sizes.mean():.1f}"
+            axes.text(
+                place, offset, text, color=_TOKEN[name], ha=side, transform=axes.transAxes, fontsize=7.5
+            )
         saved = 1 - after.sum() / before.sum() if before.sum() else 0.0
         axes.set_title(f"{capture}: {saved:.1%} fewer page visits", loc="left", fontsize=8)
         axes.set_xlabel("pages in a union of 8 queries")
@@ -306,7 +310,7 @@ def _plain_ticks(axes: Axes, log: bool, vertical: bool = False) -> None:
 def _colour(scope: Scope, contender: Contender) -> str:
     if contender.variant == scope.baseline:
         return "base"
-    return {"faster": "good", "slower": "bad"}.get(scope.says(contender), "muted")
+    return {"faster": "good", "slower": "bad"}.get(scope.says(contender), "before")
 
 
 def _plus_minus(ratio: stats.Ratio) -> str:

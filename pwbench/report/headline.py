@@ -16,10 +16,12 @@ class Headline:
     Attributes:
         answer: what is fastest and by how much.
         facts: (question, answer) pairs: how sure, why, how accurate, does the search pay.
+        sure: whether there were enough samples for a verdict.
     """
 
     answer: str
     facts: list[tuple[str, str]] = field(default_factory=list)
+    sure: bool = False
 
 
 def headline(report: Report, scope: Scope) -> Headline:
@@ -30,11 +32,10 @@ def headline(report: Report, scope: Scope) -> Headline:
     best = rivals[0]
     mean = scope.geomeans[best]
     over = f"{scope.baseline}, as a geomean over {_captures(scope.counted(best))}"
-    found = Headline(f"{best.full} is fastest: {times(mean.value)} as fast as {over}.")
+    verb = "is" if mean.enough else "looks"
+    found = Headline(f"{best.full} {verb} fastest: {times(mean.value)} as fast as {over}.", sure=mean.enough)
     if mean.value <= 1:
-        found = Headline(
-            f"Nothing beats {scope.baseline}: the best, {best.full}, reaches {times(mean.value)}."
-        )
+        found.answer = f"Nothing beats {scope.baseline}: the best, {best.full}, reaches {times(mean.value)}."
     if scope.device == "cpu":
         found.answer += " CPU times show that the variants work; they say nothing about a GPU."
     found.facts.append(("How sure?", _how_sure(scope, best, mean)))
@@ -57,7 +58,7 @@ def _how_sure(scope: Scope, best: Contender, mean: stats.Ratio) -> str:
     text = f"The 95 % interval is {mean.low:.3f} to {mean.high:.3f}, from {fewest} samples per capture"
     text += " taken in turn with the baseline's." if mean.paired else ", measured in different sessions."
     if floors:
-        text += f" Timed against itself the baseline differs by up to {max(floors):.1%}; less means nothing."
+        text += f" Timed against itself the baseline differs by up to {max(floors):.1%}, the noise floor."
     return text
 
 
@@ -84,8 +85,8 @@ def _why(scope: Scope, best: Contender) -> str:
     selected = [row["selected_pages"] for _, row in pairs]
     if all(visits) and all(selected) and sum(visits) < sum(selected):
         text += (
-            f" Queries that share a page list make {sum(visits) / 1e3:,.0f} thousand page visits of "
-            f"{sum(selected) / 1e3:,.0f} thousand selected pages ({sum(visits) / sum(selected):.0%})."
+            f" Queries that share a page list make {sum(visits):,} page visits where each alone would make "
+            f"{sum(selected):,}: {sum(visits) / sum(selected):.0%}."
         )
     terms = sorted({str(row["roofline_term"]) for _, row in pairs if row["roofline_term"]})
     shares = [row["roofline_us"] / row["complete_us"] for _, row in pairs if row["roofline_us"]]
@@ -131,7 +132,10 @@ def _does_the_search_pay(scope: Scope) -> str:
         part = f"for {kernel} regrouping {word} {abs(net):.1%} of the call, search included"
         parts.append(part + (f" (it loses on {lost} of {_captures(len(ratios))})" if lost else ""))
     text = "; ".join(parts)
-    return text[:1].upper() + text[1:] + "." if text else ""
+    doubt = (
+        "" if all(r.enough for ratios in kernels.values() for r in ratios) else " Too few samples to be sure."
+    )
+    return text[:1].upper() + text[1:] + "." + doubt if text else ""
 
 
 def _captures(number: int) -> str:

@@ -119,5 +119,5 @@ def test_the_repositorys_documents_are_what_its_results_give(repository, monkeyp
     monkeypatch.chdir(repository)
     pages = documents.with_tables(repository)
     assert repository / "docs" / "results.md" in pages
-    assert repository / "docs" / "columns.md" in pages
+    assert (repository / "docs" / "columns.md").read_text() == column_dictionary()
     assert documents.fill_files(pages, results.stored(), check=True) == []
