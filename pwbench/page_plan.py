@@ -28,6 +28,8 @@ BLOCKS = 3 * 132
 """Thread blocks of the attention kernel that an H200 holds at once."""
 WORKSPACE_BYTES = 256 << 20
 """Default limit of the partial outputs of one chunk."""
+RING = 4
+"""Chunks of one KV head whose partial outputs the stream keeps at once."""
 TILE_QUERIES = 4
 """Entries of one page list that one M64 tile holds."""
 PARTIAL_BYTES = GROUP_HEADS * (HEAD_DIM * 2 + 8)

@@ -34,6 +34,7 @@ struct ListParams {
     int2* totals;             // [blocks] tiles, page loads; after the scan: of all blocks before
     int* chunk_loads;         // [chunks * kv_heads + 1] first page load of each chunk and KV head
     uint32_t* entries;        // [tiles, 4] row << 4 | slot, or NO_ENTRY
+    int* progress;            // counters of a later kernel that begin at zero
     int4* loads;              // physical page, kv_head << 8 | tiles, logical page, first tile
     int total_q;
     int kv_heads;
@@ -44,6 +45,7 @@ struct ListParams {
     int chunk_rows;
     int chunks;
     int tiles_per_load;
+    int progress_words;
 };
 
 /// Request of a row: the first whose end lies behind it (requests may be empty).
@@ -233,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(1024) scan_lists(const ListParams p
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int per_head = params.page_columns / LISTS * params.requests;
     const int blocks = per_head * params.kv_heads * params.chunks;
+    for (int i = threadIdx.x; i < params.progress_words; i += 1024) params.progress[i] = 0;
     int tiles_before = 0, loads_before = 0;
     for (int first = 0; first < blocks; first += 1024) {
         const int index = first + static_cast<int>(threadIdx.x);

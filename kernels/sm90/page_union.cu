@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     if (index >= end) return;
 
     Load load, next;
-    load.fetch_record(params, index, end);
-    next.fetch_record(params, index + step, end);
+    load.fetch_record(params, index);
+    next.fetch_record(params, index + step < end ? index + step : -1);
     load.fetch_entries(params);
     if (threadIdx.x == 0) copy_page(keys, params, load, stage_address(0), full(0));
     __syncwarp();
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         __syncwarp();
         next.fetch_entries(params);
         Load after;
-        after.fetch_record(params, index + 2 * step, end);
+        after.fetch_record(params, index + 2 * step < end ? index + 2 * step : -1);
 
         const uint64_t key_tile = swizzle128_descriptor(stage_address(stage));
         const uint64_t value_tile = swizzle128_descriptor(stage_address(stage) + KEYS_BYTES);

@@ -61,8 +61,8 @@ struct Load {
     uint32_t entries;
 
     template <typename Params>
-    __device__ __forceinline__ void fetch_record(const Params& params, int index, int end) {
-        record = index < end ? __ldg(params.loads + index) : make_int4(0, 0, 0, 0);
+    __device__ __forceinline__ void fetch_record(const Params& params, int index) {
+        record = index >= 0 ? __ldg(params.loads + index) : make_int4(0, 0, 0, 0);
     }
     template <typename Params>
     __device__ __forceinline__ void fetch_entries(const Params& params) {

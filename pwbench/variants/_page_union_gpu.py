@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,10 +12,10 @@ import torch
 from pwbench import kernels
 from pwbench.errors import VariantUnavailable
 from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, TOPK, SparsePrefillCall
-from pwbench.page_plan import TILE_QUERIES
+from pwbench.page_plan import RING, TILE_QUERIES
 from pwbench.variants._union_gpu import check_layout
 
-_LISTS, _UNION, _VALUES = "page_lists.cu", "page_union.cu", "pack_values.cu"
+_LISTS, _UNION, _STREAM = "page_lists.cu", "page_union.cu", "page_stream.cu"
 _LIST_BLOCK = 32
 """Page lists that one block of the list kernels makes."""
 _STAGE_BYTES = 2 * PAGE * HEAD_DIM + 8 * PAGE
@@ -25,8 +26,9 @@ _MAX_ROWS = 1 << 27
 _PACK_BLOCKS = 4096
 
 
-class PageKernels:
-    """The launches of one call. Each stage puts kernels on the current torch stream and nothing else.
+class _Lists(ABC):
+    """Page lists and what else attention needs: launches that put kernels on the current torch stream
+    and do nothing else.
 
     The grids are bounds that follow from shapes alone; how many tiles and page loads there are is
     counted on the device, so ids and lengths may change in place between runs.
@@ -48,20 +50,23 @@ class PageKernels:
         anything = call.total_q > 0 and call.requests > 0
         self._metadata = [self._bind_pack(), *self._bind_lists()] if anything else []
         self._quantise = self._bind_quantise()
-        self._partials = [self._bind_partials(chunk) for chunk in range(self.chunks)]
-        self._reductions = [self._bind_reduction(chunk) for chunk in range(self.chunks)]
+        self._bind_attention()
 
     def metadata(self) -> None:
         for launch in self._metadata:
             launch()
 
-    def attention(self, chunk: int) -> None:
-        if chunk == 0:
-            self._quantise()
-        self._partials[chunk]()
+    @abstractmethod
+    def _bind_attention(self) -> None:
+        """Pack the parameters of everything behind the lists."""
 
-    def reduction(self, chunk: int) -> None:
-        self._reductions[chunk]()
+    @abstractmethod
+    def _segments_held(self) -> int:
+        """Chunks of one KV head whose partial outputs have a place in the workspace."""
+
+    def _progress_words(self) -> int:
+        """Counters that the attention kernel expects to be zero."""
+        return 0
 
     # Workspace ----------------------------------------------------------------------------------
 
@@ -95,7 +100,8 @@ class PageKernels:
         self.queries = empty(rows, GROUP_HEADS * HEAD_DIM, dtype=torch.uint8)
         self.row_factor = empty(rows, GROUP_HEADS, dtype=torch.float32)
         self.images = empty(call.k.shape[0] * heads, PAGE * HEAD_DIM, dtype=torch.uint8)
-        slots = heads * self.chunk_rows * TOPK
+        self.progress = empty(self._progress_words())
+        slots = self._segments_held() * self.chunk_rows * TOPK
         self.partial = empty(slots, GROUP_HEADS, HEAD_DIM, dtype=torch.bfloat16)
         self.statistics = empty(slots, GROUP_HEADS, 2, dtype=torch.float32)
 
@@ -142,6 +148,8 @@ class PageKernels:
             chunk_rows=self.chunk_rows,
             chunks=self.chunks,
             tiles_per_load=self.tiles_per_load,
+            progress=self.progress,
+            progress_words=self.progress.numel(),
         )
         kernel = {
             name: kernels.get(_LISTS, name)
@@ -189,7 +197,43 @@ class PageKernels:
             kv_heads=call.kv_heads,
             blocks=blocks,
         )
-        return kernels.get(_VALUES, "pack_values").bind((blocks,), 256, params)
+        return kernels.get("pack_values.cu", "pack_values").bind((blocks,), 256, params)
+
+    def _blocks(self) -> int:
+        """Blocks of the attention kernels that the GPU holds at once."""
+        sms = torch.cuda.get_device_properties(self.call.device).multi_processor_count
+        return _BLOCKS_AN_SM * sms
+
+    def _key_map(self) -> np.ndarray:
+        k = self.call.k
+        if not k.shape[0]:
+            return np.zeros(1, "V128")  # an empty pool: no page load will name it
+        return kernels.tensor_map(
+            k.data_ptr(),
+            "uint8",
+            sizes=(HEAD_DIM, PAGE, k.shape[1], k.shape[0]),
+            strides=(k.stride(2), k.stride(1), k.stride(0)),
+            box=(HEAD_DIM, PAGE, 1, 1),
+        )
+
+
+class PageKernels(_Lists):
+    """Chunk by chunk: partial outputs of all its rows, then their reduction."""
+
+    def attention(self, chunk: int) -> None:
+        if chunk == 0:
+            self._quantise()
+        self._partials[chunk]()
+
+    def reduction(self, chunk: int) -> None:
+        self._reductions[chunk]()
+
+    def _segments_held(self) -> int:
+        return self.call.kv_heads
+
+    def _bind_attention(self) -> None:
+        self._partials = [self._bind_partials(chunk) for chunk in range(self.chunks)]
+        self._reductions = [self._bind_reduction(chunk) for chunk in range(self.chunks)]
 
     def _bind_partials(self, chunk: int) -> kernels.Launch:
         call = self.call
@@ -209,22 +253,8 @@ class PageKernels:
             chunk=chunk,
             chunk_rows=self.chunk_rows,
         )
-        sms = torch.cuda.get_device_properties(call.device).multi_processor_count
-        # An empty pool has nothing to map; no page load will name it.
-        grid = min(self.load_bound, _BLOCKS_AN_SM * sms) if call.k.shape[0] else 0
-        keys = self._key_map() if grid else params
         kernel = kernels.get(_UNION, "page_union_partials", shared=_SHARED_BYTES)
-        return kernel.bind((grid,), 128, keys, params)
-
-    def _key_map(self) -> np.ndarray:
-        k = self.call.k
-        return kernels.tensor_map(
-            k.data_ptr(),
-            "uint8",
-            sizes=(HEAD_DIM, PAGE, k.shape[1], k.shape[0]),
-            strides=(k.stride(2), k.stride(1), k.stride(0)),
-            box=(HEAD_DIM, PAGE, 1, 1),
-        )
+        return kernel.bind((min(self.load_bound, self._blocks()),), 128, self._key_map(), params)
 
     def _bind_reduction(self, chunk: int) -> kernels.Launch:
         call = self.call
@@ -244,7 +274,59 @@ class PageKernels:
         return kernels.get(_UNION, "reduce_partials").bind((rows, call.kv_heads), 256, params)
 
 
-def prepare(call: SparsePrefillCall, chunk_rows: int, tiles_per_load: int) -> PageKernels:
+class StreamKernels(_Lists):
+    """The same lists worked through by one kernel, whose partial outputs live in a ring in L2."""
+
+    def stream(self) -> None:
+        """Attention and reduction of every chunk."""
+        self._quantise()
+        self._stream()
+
+    @property
+    def _segments(self) -> int:
+        return self.chunks * self.call.kv_heads
+
+    def _segments_held(self) -> int:
+        return RING
+
+    def _progress_words(self) -> int:
+        """The queue, then page loads and reductions done of each segment."""
+        return 1 + 2 * self._segments
+
+    def _bind_attention(self) -> None:
+        call = self.call
+        params = kernels.pack(
+            kernels.params_dtype(_STREAM, "StreamParams"),
+            values=self.images,
+            queries=self.queries,
+            row_factor=self.row_factor,
+            visible=self.visible,
+            counts=self.counts,
+            entries=self.entries,
+            loads=self.loads,
+            chunk_loads=self.chunk_loads,
+            partial=self.partial,
+            statistics=self.statistics,
+            queue=self.progress,
+            loaded=self.progress[1:],
+            reduced=self.progress[1 + self._segments :],
+            out=self.out,
+            row_bytes=self.out.stride(0) * self.out.element_size(),
+            v_scale=call.v_scale,
+            total_q=call.total_q,
+            kv_heads=call.kv_heads,
+            chunk_rows=self.chunk_rows,
+            segments=self._segments,
+        )
+        kernel = kernels.get(_STREAM, "page_union_stream", shared=_SHARED_BYTES)
+        grid = self._blocks() if self._metadata else 0
+        self._stream = kernel.bind((grid,), 128, self._key_map(), params)
+
+
+Form = TypeVar("Form", PageKernels, StreamKernels)
+
+
+def prepare(form: type[Form], call: SparsePrefillCall, chunk_rows: int, tiles_per_load: int) -> Form:
     """Compile, allocate and bind; nothing is computed.
 
     Raises:
@@ -255,4 +337,4 @@ def prepare(call: SparsePrefillCall, chunk_rows: int, tiles_per_load: int) -> Pa
     if call.total_q >= _MAX_ROWS:
         raise VariantUnavailable(f"The call has {call.total_q} query rows, expected fewer than {_MAX_ROWS}.")
     with torch.cuda.device(call.device):
-        return PageKernels(call, chunk_rows, tiles_per_load)
+        return form(call, chunk_rows, tiles_per_load)

@@ -23,7 +23,7 @@ from pwbench.variants._page_union_cpu import PageWalk
 from pwbench.variants._union import cuda_missing
 
 if TYPE_CHECKING:
-    from pwbench.variants._page_union_gpu import PageKernels
+    from pwbench.variants._page_union_gpu import PageKernels, StreamKernels
 
 
 class PageUnion(Variant):
@@ -60,36 +60,46 @@ class PageUnion(Variant):
         if call.device.type == "cuda":
             from pwbench.variants import _page_union_gpu  # needs CuPy and a driver
 
-            walk = _page_union_gpu.prepare(call, chunk_rows, tiles_per_load)
+            walk = _page_union_gpu.prepare(_page_union_gpu.PageKernels, call, chunk_rows, tiles_per_load)
         else:
             walk = PageWalk(call, chunk_rows)
         stages = [Stage("search", _nothing), Stage("metadata", walk.metadata)]
         for chunk in range(walk.chunks):
             stages.append(Stage("attention", partial(walk.attention, chunk)))
             stages.append(Stage("reduction", partial(walk.reduction, chunk)))
+        return prepared(call, walk, stages, tiles_per_load, ROW_BYTES * chunk_rows * call.kv_heads)
 
-        def run() -> None:
-            for stage in stages[1:]:
-                stage.run()
 
-        def count() -> dict[str, float]:
-            pages, _ = supports(call)
-            lists = list_queries(pages, call.cu_seqlens_q.cpu().numpy(), chunk_rows)
-            return counters(call, pages, lists, tiles_per_load)
+def prepared(
+    call: SparsePrefillCall,
+    walk: PageWalk | PageKernels | StreamKernels,
+    stages: list[Stage],
+    tiles_per_load: int,
+    workspace_bytes: int,
+) -> Prepared:
+    """What a page-major walk offers the replay: its run, its own counters, its plan in words."""
 
-        workspace = ROW_BYTES * chunk_rows * call.kv_heads
-        split = f"{walk.chunks} chunk{'s' * (walk.chunks != 1)} of {chunk_rows} rows"
-        shared = f"at most {tiles_per_load} tile{'s' * (tiles_per_load != 1)} a page load"
-        return Prepared(
-            run=run,
-            stages=stages,
-            out=walk.out,
-            group=TILE_QUERIES * tiles_per_load,
-            graphable=call.device.type == "cuda",
-            details={"peer": f"{split}, {workspace >> 20} MiB of partial outputs, {shared}"},
-            counters=count,
-            debug=walk.download,
-        )
+    def run() -> None:
+        for stage in stages:
+            stage.run()
+
+    def count() -> dict[str, float]:
+        pages, _ = supports(call)
+        lists = list_queries(pages, call.cu_seqlens_q.cpu().numpy(), walk.chunk_rows)
+        return counters(call, pages, lists, tiles_per_load)
+
+    split = f"{walk.chunks} chunk{'s' * (walk.chunks != 1)} of {walk.chunk_rows} rows"
+    shared = f"at most {tiles_per_load} tile{'s' * (tiles_per_load != 1)} a page load"
+    return Prepared(
+        run=run,
+        stages=stages,
+        out=walk.out,
+        group=TILE_QUERIES * tiles_per_load,
+        graphable=call.device.type == "cuda",
+        details={"peer": f"{split}, {workspace_bytes >> 20} MiB of partial outputs, {shared}"},
+        counters=count,
+        debug=walk.download,
+    )
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ from pwbench import page_plan, reference
 from pwbench.operator import SparsePrefillCall, supports, visible_tokens
 from pwbench.variants import Options, Prepared
 from pwbench.variants.page_union import PageUnion
+from tests.gpu import harness
 from tests.gpu.cases import batch, mild, rows_of
 from tests.gpu.harness import DEVICE, FAST, check, gpu, needs_cuda, poison_free_memory, run, same
 
@@ -115,6 +116,32 @@ def test_chunks_do_not_change_a_bit(chunk_rows: int) -> None:
     """A partial output depends on its row and page alone, and the slots have one order."""
     call = mild(q_lens=(700, 200), prefix_lens=(5000, 900), kv_heads=2, selection="local").to(DEVICE)
     assert same(run(prepare(call, chunk_rows)), run(prepare(call)))
+
+
+@needs_cuda
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_stream_writes_the_same_bits(shape: str) -> None:
+    """Partial outputs that pass through a ring of four chunks are those of the whole call."""
+    call = SHAPES[shape]().to(DEVICE)
+    stream = harness.prepare("page-union-stream", "fast", call)
+    assert same(run(stream), run(prepare(call)))
+    assert same(run(stream), run(prepare(call))), "a second run differs"
+
+
+@needs_cuda
+def test_two_streams_of_one_call_beside_each_other_finish() -> None:
+    """Blocks that wait for each other must not depend on all of a grid being resident."""
+    call = mild(q_lens=(4000,), prefix_lens=(5000,), selection="local").to(DEVICE)
+    wanted = run(harness.prepare("page-union-stream", "fast", call))
+    both = [harness.prepare("page-union-stream", "fast", call, poison=False) for _ in range(2)]
+    lanes = [torch.cuda.Stream() for _ in both]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for prepared, lane in zip(both, lanes, strict=True):
+            with torch.cuda.stream(lane):
+                prepared.run()
+    torch.cuda.synchronize()
+    assert all(same(prepared.out, wanted) for prepared in both)
 
 
 @needs_cuda

@@ -1,5 +1,7 @@
 """The page-major variant on the CPU against the reference, chunked and whole."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pwbench import variants
+from pwbench.kernels import source_dir
 from pwbench.operator import supports
-from pwbench.page_plan import ROW_BYTES, counters, list_queries
+from pwbench.page_plan import RING, ROW_BYTES, TILE_QUERIES, counters, list_queries
 from pwbench.reference import attend, compare
 from pwbench.variants import Options
 from pwbench.variants._page_union_cpu import PageWalk
@@ -107,6 +110,27 @@ def test_runs_repeat_bit_for_bit():
     first = prepared.out.clone()
     prepared.run()
     assert torch.equal(prepared.out, first)
+
+
+def test_the_stream_equals_the_reference_and_counts_its_own_chunks():
+    call = make_call(8, (300, 9), (700, 300), selection="local")
+    stream = variants.get("page-union-stream").prepare(call, Options())
+    stream.out.fill_(torch.nan)
+    stream.run()
+    assert compare(stream.out, attend(call)).rel_l2 <= LIMIT
+    assert [stage.name for stage in stream.stages] == ["metadata", "attention"]
+    whole = variants.get("page-union").prepare(call, Options())
+    assert stream.counters is not None and whole.counters is not None
+    assert stream.counters()["tile_occupancy"] < whole.counters()["tile_occupancy"]
+    assert stream.counters()["partial_bytes"] == whole.counters()["partial_bytes"]
+
+
+def test_the_kernels_constants_are_the_plans():
+    folder = source_dir()
+    ring = re.search(r"constexpr int RING = (\d+);", (folder / "page_stream.cu").read_text())
+    assert ring and int(ring[1]) == RING
+    tile = re.search(r"constexpr int TILE_QUERIES = (\d+);", (folder / "page_lists.cu").read_text())
+    assert tile and int(tile[1]) == TILE_QUERIES
 
 
 def test_attention_before_metadata_is_refused():
