@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 DEMO   := build/demo.parquet
 DEMO_VARIANTS ?= union8 union8-regroup union8-precomputed
 
-.PHONY: help setup demo replay test lint kernels docs gate clean
+.PHONY: help setup demo replay test lint kernels docs docs-check gate clean
 
 help:
 	@echo 'make demo     set up, replay the stored captures on this machine and print the report'
@@ -15,7 +15,7 @@ help:
 	@echo 'make lint     ruff and mypy'
 	@echo 'make kernels  compile every CUDA kernel for sm_90a; needs no GPU'
 	@echo 'make gate     compare the counters of the stored captures with the blessed baseline'
-	@echo 'make docs     rewrite the parts of the documentation that are made from the code'
+	@echo 'make docs     rewrite the tables of the documentation from the code and the stored results'
 
 # torch comes first and alone: the rest then accepts whichever build of it (CPU or CUDA) is there.
 $(VENV)/.ready: pyproject.toml
@@ -48,6 +48,9 @@ gate: setup
 docs: setup
 	$(BIN)/python -c "import pwbench.columns as c; print(c.column_dictionary(), end='')" > docs/columns.md
 	$(BIN)/pwbench report --fill README.md --fill docs/results.md
+
+docs-check: setup
+	$(BIN)/pwbench report --fill README.md --fill docs/results.md --check
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache
