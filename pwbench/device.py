@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -174,18 +175,22 @@ def cupy_version() -> str | None:
 
 @cache
 def commit() -> str:
-    """The checkout's commit, ``-dirty`` when tracked files differ from it; empty outside a checkout."""
+    """The checkout's commit; where the code differs from it, ``-dirty-`` and a hash of the difference,
+    so that two measurements of one name measured one program. Outside a checkout: ``PWBENCH_COMMIT``."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return os.environ.get("PWBENCH_COMMIT", "")
     try:
-        described = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
+        head = _git(root, "rev-parse", "--short=12", "HEAD").strip()
+        changed = _git(root, "diff", "HEAD", "--no-ext-diff", "--", "pwbench", "kernels")
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("PWBENCH_COMMIT", "")
-    return described.stdout.strip()
+    return f"{head}-dirty-{hashlib.sha256(changed.encode()).hexdigest()[:6]}" if changed else head
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
 
 
 # NVML -------------------------------------------------------------------------------------------

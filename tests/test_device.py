@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -87,7 +88,36 @@ def test_our_own_process_under_the_host_s_number_is_not_foreign(monkeypatch):
 def test_the_commit_is_that_of_the_checkout(repository):
     if not (repository / ".git").exists():
         pytest.skip("not a checkout")
-    assert len(device.commit().removesuffix("-dirty")) == 12
+    assert len(device.commit().split("-")[0]) == 12
+
+
+def test_changed_code_has_another_name_than_the_commit(tmp_path, monkeypatch):
+    def git(*words):
+        setup = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run([*setup, *words], check=True, capture_output=True)
+
+    package = tmp_path / "pwbench"
+    package.mkdir()
+    (package / "device.py").write_text("1\n")
+    (tmp_path / "notes.md").write_text("1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    monkeypatch.setattr(device, "__file__", str(package / "device.py"))
+    commit = device.commit.__wrapped__
+    clean = commit()
+    (tmp_path / "notes.md").write_text("2\n")
+    assert commit() == clean, "notes do not change what is measured"
+    (package / "device.py").write_text("2\n")
+    second = commit()
+    (package / "device.py").write_text("3\n")
+    assert second.startswith(f"{clean}-dirty-") and second != commit()
+
+
+def test_outside_a_checkout_the_commit_is_what_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "__file__", str(tmp_path / "pwbench" / "device.py"))
+    monkeypatch.setenv("PWBENCH_COMMIT", "abc")
+    assert device.commit.__wrapped__() == "abc"
 
 
 def test_versions_of_absent_packages_are_absent():
