@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -120,7 +122,8 @@ def check(variant: Variant, options: Options, subject: Subject) -> Checked:
     """Prepare a variant, run it once on poisoned output and compare with the reference.
 
     Raises:
-        MeasurementError: the device was lost; everything else becomes a status and a reason.
+        MeasurementError: the device was lost.
+        OSError: the output could not be saved. Everything else becomes a status and a reason.
     """
     if options.precision not in variant.precisions:
         return Checked.without("unavailable", f"It has no precision {options.precision!r}.")
@@ -203,6 +206,7 @@ def _save(name: str, out: torch.Tensor, order: np.ndarray, subject: Subject) -> 
     folder = subject.outputs
     if folder is None:
         return
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -215,6 +219,11 @@ def _save(name: str, out: torch.Tensor, order: np.ndarray, subject: Subject) -> 
         }
         save_file(tensors, temporary, metadata={"capture": subject.capture.name, "variant": name})
         os.replace(temporary, path)
+    except SafetensorError as error:
+        # It hides the system's error in its text; a full disk is no fault of the variant.
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 

@@ -137,3 +137,34 @@ def test_ctrl_c_keeps_finished_captures_and_says_how_to_go_on(
     kept = {row["capture"] for row in results.load_rows(out)}
     # The signal may fall between storing a capture and saying so.
     assert len(kept) - int(said[1]) in (0, 1) and 0 < len(kept) < 12
+
+
+def test_a_disk_that_fills_up_while_saving_outputs_is_not_blamed_on_the_variant(
+    small_captures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    result = _replay(small_captures, "-v", "union8", "--samples", 1, "--save-outputs", tmp_path)
+    assert result.exit_code == 2 and "the disk is full while writing" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_while_storing_rows_leaves_the_old_file(
+    small_captures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rows.parquet"
+    one = small_captures / "small" / "one"
+    assert _replay(one, "-v", "union8", "--samples", 1, "--out", out).exit_code == 0
+    before = out.read_bytes()
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.parquet.write_table", full)
+    result = _replay(small_captures, "-v", "union8", "--samples", 1, "--out", out)
+    assert result.exit_code == 3 and "No space left on device" in result.stderr
+    assert out.read_bytes() == before
