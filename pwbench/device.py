@@ -198,17 +198,19 @@ def _git(root: Path, *words: str) -> str:
 
 @cache
 def _handle(index: int) -> Any:
+    """The NVML handle of torch's device ``index``, or None where NVML cannot be used."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        # torch counts the visible devices, NVML all of them: only the UUID means the same to both.
-        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        if uuid is not None:
-            return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        return pynvml.nvmlDeviceGetHandleByIndex(index)
     except Exception:
         return None
+    # torch counts the visible devices, NVML all of them: only the UUID means the same to both.
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    except Exception:
+        alone = _ask("nvmlDeviceGetCount") == 1
+        return _ask("nvmlDeviceGetHandleByIndex", 0) if alone else None
 
 
 def _ask(function: str, *arguments: Any) -> Any:

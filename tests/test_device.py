@@ -123,3 +123,18 @@ def test_outside_a_checkout_the_commit_is_what_the_environment_says(tmp_path, mo
 def test_versions_of_absent_packages_are_absent():
     assert device.version_of("no-such-package-anywhere") is None
     assert all(device.versions().values())
+
+
+@pytest.mark.parametrize("count, expected", [(1, "handle 0"), (2, None)])
+def test_without_a_uuid_only_a_single_gpu_can_be_meant(monkeypatch, count, expected):
+    pynvml = pytest.importorskip("pynvml")
+
+    def no_uuid(uuid):
+        raise ValueError(uuid)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="u"))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", no_uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: count)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: f"handle {index}")
+    assert device._handle.__wrapped__(0) == expected
