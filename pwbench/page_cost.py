@@ -104,6 +104,19 @@ def page_major(counters: Mapping[str, float], row_heads: int, machine: Machine) 
     return Cost(attention.attention_us, reduction, attention.term)
 
 
+def page_stream(counters: Mapping[str, float], row_heads: int, machine: Machine) -> Cost:
+    """Page by page with partial outputs that stay in L2: one phase in which everything overlaps."""
+    entries = counters["selected_pages"]
+    into_sms = counters["kv_bytes"] + entries * _QUERY_BYTES + counters["partial_bytes"] / 2
+    return _phase(
+        {
+            "loop": machine.loop_us(counters["subgroup_pages"], entries),
+            "L2": machine.l2_us(into_sms, multicast=False),
+            "HBM": machine.hbm_us(2 * _ROW_IO * row_heads),
+        }
+    )
+
+
 def _phase(terms: Mapping[str, float]) -> Cost:
     term = max(terms, key=lambda name: terms[name])
     return Cost(terms[term], 0.0, term)

@@ -13,111 +13,25 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import torch
 
-from pwbench import counters, page_cost, page_plan, results
-from pwbench.capture import Capture, discover, load, synthetic
+from pwbench import page_plan, results
+from pwbench.capture import discover, load
 from pwbench.errors import InputError
-from pwbench.grouping import identity_order
-from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, SparsePrefillCall, supports
 from pwbench.report.formats import markdown_table
+from pwbench.report.page_selections import SUITE, Selections
 from pwbench.report.tables import Table, count, percent
 
 DOCUMENT = Path("docs/page-union.md")
 FIGURE = Path("docs/page-union.svg")
 _PLACE = re.compile(r"<!-- study:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- end -->", re.S)
-GROUP = 8
 AFFINITIES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-CONTEXT, QUERIES, SEED = 65536, 8192, 1
-SUITE = "affinity"
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
-MACHINE = page_cost.Machine()
-
-
-@dataclass(frozen=True, eq=False)
-class Selections:
-    """One call's selections under both designs.
-
-    Attributes:
-        suite, name: of the capture.
-        call: the recorded call; its tensors hold no values.
-        affinity: of a synthetic capture, else None.
-    """
-
-    suite: str
-    name: str
-    call: SparsePrefillCall
-    affinity: float | None = None
-
-    @classmethod
-    def of(cls, capture: Capture) -> Selections:
-        tables = capture.tables
-        q = torch.empty((tables.total_q, GROUP_HEADS * tables.kv_heads, HEAD_DIM), dtype=torch.bfloat16)
-        pages = (max(tables.cache_pages, 1), tables.kv_heads, PAGE, 2 * HEAD_DIM)
-        call = tables.call(q, torch.empty(pages, dtype=torch.float8_e4m3fn), softmax_scale=1.0)
-        return cls(capture.suite, capture.name, call)
-
-    @classmethod
-    def of_affinity(cls, affinity: float) -> Selections:
-        call = synthetic.generate(CONTEXT, QUERIES, affinity=affinity, seed=SEED).call
-        return cls(SUITE, f"affinity-{100 * affinity:03.0f}", call, affinity)
-
-    @property
-    def rows(self) -> int:
-        return self.call.total_q * self.call.kv_heads
-
-    @property
-    def bounds(self) -> np.ndarray:
-        return self.call.cu_seqlens_q.numpy()
-
-    @cached_property
-    def pages(self) -> np.ndarray:
-        return supports(self.call)[0]
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        return identity_order(self.call.kv_heads, self.call.total_q)
-
-    @cached_property
-    def groups(self) -> dict[str, int]:
-        """Counters of Union8 in the original order."""
-        return counters.count(self.call, self.pages, self.order, GROUP)
-
-    def lists(self, chunk_rows: int) -> dict[str, float]:
-        """Counters of page-union in chunks of ``chunk_rows``."""
-        made = page_plan.list_queries(self.pages, self.bounds, chunk_rows)
-        per_load = page_plan.tiles_per_load_for(chunk_rows, self.call.kv_heads)
-        return page_plan.counters(self.call, self.pages, made, per_load)
-
-    @cached_property
-    def by_page(self) -> dict[str, float]:
-        """Counters of page-union with its default workspace."""
-        limit = page_plan.WORKSPACE_BYTES
-        return self.lists(page_plan.chunk_rows_for(self.call.total_q, self.call.kv_heads, limit))
-
-    @cached_property
-    def predicted(self) -> tuple[page_cost.Cost, page_cost.Cost]:
-        """Group-major, page-major."""
-        return (
-            page_cost.group_major(self.groups, self.rows, MACHINE),
-            page_cost.page_major(self.by_page, self.rows, MACHINE),
-        )
-
-    def hybrids(self) -> tuple[page_cost.Hybrid, page_cost.Hybrid]:
-        """With the partials read by a reduction, and read under the group-major walk."""
-        made = page_plan.list_queries(self.pages, self.bounds)
-        per_load = page_plan.tiles_per_load_for(self.call.total_q, self.call.kv_heads)
-        shares = page_cost.page_shares(self.pages, self.order, self.bounds, made, per_load, GROUP)
-        serial = page_cost.best_hybrid(shares, self.rows, MACHINE)
-        return serial, page_cost.best_hybrid(shares, self.rows, MACHINE, folded=True)
+MEASURED = ("page-union", "page-union-stream", "union8", "pageweaver")
 
 
 class Study:
@@ -144,7 +58,8 @@ class Study:
         table = Table(
             "Reuse",
             ["capture", "context", "pages a row", "Union8 visits", "page loads", "bytes saved",
-             "Union8 rounds", "tiles", "rounds saved", "tile occupancy", "rows a page"],
+             "Union8 rounds", "tiles", "rounds saved", "tile occupancy", "rows a page",
+             "streamed: loads", "tiles", "tile occupancy"],
             notes=["Visits and loads bring one K|V page (32 KiB) into shared memory; a round or tile is "
                    "64 x 128 scores and their product with V. Union8 is counted in the original order."],
         )  # fmt: skip
@@ -162,6 +77,9 @@ class Study:
                 percent(1 - page["subgroup_pages"] / group["subgroup_pages"]),
                 f"{page['tile_occupancy']:.3f}",
                 f"{page['selected_pages'] / page['groups']:.0f}",
+                count(one.by_stream["union_pages"]),
+                count(one.by_stream["subgroup_pages"]),
+                f"{one.by_stream['tile_occupancy']:.3f}",
             ])  # fmt: skip
         return table
 
@@ -170,15 +88,15 @@ class Study:
         table = Table(
             "Cost, microseconds",
             ["capture", "partials, MB", "predicted attention", "bound by", "predicted reduction",
-             "predicted sum", "predicted Union8 attention", "measured attention", "measured reduction",
-             "measured page-union", "measured union8", "measured pageweaver"],
+             "predicted sum", "predicted Union8", "predicted stream", "measured attention",
+             "measured reduction", *(f"measured {name}" for name in MEASURED)],
             text=(0, 3),
-            notes=["Predicted phases leave out what both designs need (page lists, V images, launches); "
-                   "measured page-union, union8 and pageweaver are complete calls "
+            notes=["Predicted phases leave out what all designs need (page lists, V images, launches). "
+                   "Measured attention and reduction are stages of page-union; the others are complete calls "
                    "(CUDA graph, cold L2, precision fast)."],
         )  # fmt: skip
         for one in self._worth_showing():
-            group, page = one.predicted
+            group, page, stream = one.predicted
             table.rows.append([
                 _title(one),
                 f"{one.by_page['partial_bytes'] / 1e6:,.0f}",
@@ -187,9 +105,10 @@ class Study:
                 f"{page.reduction_us:.0f}",
                 f"{page.us:.0f}",
                 f"{group.us:.0f}",
+                f"{stream.us:.0f}",
                 _us(self.time(one, "page-union", "attention_us")),
                 _us(self.time(one, "page-union", "reduction_us")),
-                *(_us(self.time(one, name)) for name in ("page-union", "union8", "pageweaver")),
+                *(_us(self.time(one, name)) for name in MEASURED),
             ])  # fmt: skip
         return table
 
@@ -198,18 +117,16 @@ class Study:
         table = Table(
             "Affinity sweep, microseconds",
             ["affinity", "pages a 4-row union", "predicted Union8", "predicted page-union",
-             "measured union8", "measured pageweaver", "measured page-union"],
+             "predicted stream", *(f"measured {name}" for name in MEASURED)],
             notes=[_break_even_text(self.sweep, self)],
             text=(),
         )  # fmt: skip
         for one in self.sweep:
-            group, page = one.predicted
             table.rows.append([
                 f"{one.affinity:.2f}",
                 f"{_u4(one):.1f}",
-                f"{group.us:.0f}",
-                f"{page.us:.0f}",
-                *(_us(self.time(one, name)) for name in ("union8", "pageweaver", "page-union")),
+                *(f"{cost.us:.0f}" for cost in one.predicted),
+                *(_us(self.time(one, name)) for name in MEASURED),
             ])  # fmt: skip
         return table
 
@@ -317,14 +234,15 @@ class Study:
             figure = Figure(figsize=(6.4, 3.6), layout="constrained")
             axes = figure.add_subplot()
             at = [one.affinity or 0.0 for one in self.sweep]
-            for index, (label, variant) in enumerate((("Union8", "union8"), ("page-union", "page-union"))):
-                colour = f"C{index}"
-                axes.plot(at, [one.predicted[index].us for one in self.sweep], color=colour,
-                          label=f"{label}, predicted attention and reduction")  # fmt: skip
+            for index, variant in enumerate(("union8", "page-union", "page-union-stream")):
+                predicted = [one.predicted[index].us for one in self.sweep]
+                axes.plot(at, predicted, color=f"C{index}", label=f"{variant}, predicted")
                 known = [(one.affinity, self.time(one, variant)) for one in self.sweep]
                 points = [(x, y) for x, y in known if y is not None]
                 if points:
-                    axes.plot(*zip(*points, strict=True), "o", color=colour, label=f"{label}, measured call")
+                    axes.plot(
+                        *zip(*points, strict=True), "o", color=f"C{index}", label=f"{variant}, measured"
+                    )
             axes.set_xlabel("affinity: chance that a row keeps a page of the row before")
             axes.set_ylabel("microseconds")
             axes.set_ylim(bottom=0)
@@ -352,23 +270,32 @@ def break_even(sweep: Sequence[Selections], at: Callable[[Selections], tuple[Any
 
 
 def _break_even_text(sweep: Sequence[Selections], study: Study) -> str:
-    predicted = break_even(sweep, lambda one: (one.predicted[0].us, one.predicted[1].us))
-    parts = [
-        f"Predicted break-even: affinity {predicted:.2f}; below it page-union is the faster design."
-        if predicted is not None
-        else "Predicted: the two designs do not cross in this sweep."
-    ]
-    for name in ("union8", "pageweaver"):
+    parts = []
+    for index, mine in ((1, "page-union"), (2, "page-union-stream")):
 
-        def both(one: Selections, name: str = name) -> tuple[float | None, float | None]:
-            return study.time(one, name), study.time(one, "page-union")
+        def model(one: Selections, index: int = index) -> tuple[float, float]:
+            return one.predicted[0].us, one.predicted[index].us
 
-        found = break_even(sweep, both)
-        if found is not None:
-            parts.append(f"Measured against {name}: {found:.2f}.")
-        elif all(None not in both(one) for one in sweep) and sweep:
-            parts.append(f"Measured against {name}: no crossing.")
+        parts.append(f"Predicted break-even of {mine} with union8: {_crossing(sweep, model)}.")
+        for name in ("union8", "pageweaver"):
+
+            def both(
+                one: Selections, name: str = name, mine: str = mine
+            ) -> tuple[float | None, float | None]:
+                return study.time(one, name), study.time(one, mine)
+
+            if sweep and all(None not in both(one) for one in sweep):
+                parts.append(f"Measured with {name}: {_crossing(sweep, both)}.")
     return " ".join(parts)
+
+
+def _crossing(sweep: Sequence[Selections], at: Callable[[Selections], tuple[Any, Any]]) -> str:
+    """Where the page-major design becomes the slower one, in words."""
+    found = break_even(sweep, at)
+    if found is not None:
+        return f"affinity {found:.2f}, faster below it"
+    first, second = at(sweep[0]) if sweep else (0.0, 0.0)
+    return "none, faster throughout" if second < first else "none, slower throughout"
 
 
 def _u4(one: Selections) -> float:
