@@ -184,6 +184,7 @@ inline unsigned __ballot_sync(unsigned, bool own) {
     for (unsigned bit : emulator::exchange(own)) all |= bit << lane++;
     return all;
 }
+inline bool __any_sync(unsigned mask, bool own) { return __ballot_sync(mask, own) != 0; }
 inline unsigned __match_any_sync(unsigned, unsigned own) {
     unsigned equal = 0, lane = 0;
     for (unsigned other : emulator::exchange(own)) equal |= static_cast<unsigned>(other == own) << lane++;

@@ -106,6 +106,7 @@ __device__ __forceinline__ void pack_selected_block(const PackParams& params, co
     const Place place = locate(params.requests, row, [&](int request) {
         return selection.cu_seqlens_q[request + 1] - selection.cu_seqlens_q[request];
     });
+    if (place.request < 0) return;
     const int length = params.seq_lens[place.request];
     const int4* ids = reinterpret_cast<const int4*>(selection.topk) + static_cast<int64_t>(head) * selection.total_q * PARTS;
     const int4 own = ids[static_cast<int64_t>(row) * PARTS + part];

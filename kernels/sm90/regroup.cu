@@ -76,7 +76,6 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
         build_table(scratch);
     } else {
         if (threadIdx.x < window.size) scratch.pick[threadIdx.x] = threadIdx.x;
-        if (threadIdx.x == 0) scratch.picked = window.size;
         __syncthreads();
     }
     // Broadcast, so that the compiler knows a warp to take one branch and keeps its collectives bare.
@@ -86,9 +85,9 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
     } else if (warp <= EMITTERS) {
         int* order = params.order + static_cast<int64_t>(window.head) * params.total_q + window.begin;
         for (int group = warp - 1; group * GROUP < window.size; group += EMITTERS) {
-            const int first = group * GROUP, end = min(first + GROUP, window.size);
-            await_picks(scratch, end);
-            if (lane < end - first) order[first + lane] = window.begin + scratch.pick[first + lane];
+            const int first = group * GROUP, count = min(GROUP, window.size - first);
+            await_picks(scratch, first, count);
+            if (lane < count) order[first + lane] = window.begin + scratch.pick[first + lane];
             if (tasks) emit_task(*tasks, window, scratch, scratch.slots[warp - 1], first, first_task + group);
         }
     }

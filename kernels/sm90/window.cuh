@@ -33,6 +33,7 @@ constexpr int LANE_QUERIES = WINDOW <= 64 ? 2 : 4;
 constexpr int COLUMNS = 32 * LANE_QUERIES;  // queries of the window, padded
 constexpr int WORDS = COLUMNS / 32;         // of a page's member mask
 constexpr int WINDOW_PAGES = COLUMNS * TOPK;
+constexpr int ROW_BYTES = 256;              // of the table: a row and a lane's columns make one address by bytes
 static_assert(WINDOW >= 1 && WINDOW <= 128 && GROUP >= 1, "one warp holds the window");
 
 constexpr unsigned short NO_PAGE = 0xffff;
@@ -42,20 +43,19 @@ constexpr int EMITTERS = 3;  // warps that turn finished groups into tasks while
 struct WindowScratch {
     union {
         unsigned members[WINDOW_PAGES][WORDS];       // by local page: which queries of the window selected it
-        unsigned short table[COLUMNS][COLUMNS];
+        unsigned short table[COLUMNS][ROW_BYTES / 2];
     };
     unsigned short page[COLUMNS][TOPK];              // local page at each Top-K position; repeats are NO_PAGE
     unsigned short logical[WINDOW_PAGES];            // by local page, ascending
     unsigned slots[EMITTERS][WINDOW_PAGES / 2];      // by pair of local pages: members among a task's slots
     int visible[COLUMNS];
-    int pick[COLUMNS];                               // query at each slot
-    int picked;                                      // slots decided so far
+    int pick[COLUMNS];                               // query at each slot, -1 until decided
     int pages;
     int neighbour_pages;
     int warp_totals[BLOCK / 32];
 };
-static_assert(sizeof(WindowScratch::members) == sizeof(WindowScratch::table), "one place for both");
-static_assert(sizeof(WindowScratch) <= COLUMNS * (2 * COLUMNS + 168) + 64, "as the host reckons it");
+static_assert(sizeof(WindowScratch::members) <= sizeof(WindowScratch::table), "one place for both");
+static_assert(sizeof(WindowScratch) <= COLUMNS * (ROW_BYTES + 168) + 64, "as the host reckons it");
 
 /// A window's place in the call. request < 0: there is no such window.
 struct Window {
@@ -103,7 +103,8 @@ __device__ __forceinline__ void list_pages(const RegroupParams& params, const Wi
     for (int word = threadIdx.x; word < words; word += BLOCK) bitmap[word] = 0;
     for (int at = threadIdx.x; at < WINDOW_PAGES * WORDS / 4; at += BLOCK)
         reinterpret_cast<uint4*>(scratch.members)[at] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) scratch.neighbour_pages = scratch.picked = 0;
+    if (threadIdx.x < COLUMNS) scratch.pick[threadIdx.x] = -1;
+    if (threadIdx.x == 0) scratch.neighbour_pages = 0;
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < ENTRIES; ++e)
@@ -150,6 +151,7 @@ __device__ __forceinline__ void list_pages(const RegroupParams& params, const Wi
 /// Whether the window can gain enough to be searched: mean |S_j u S_(j+1)| above the gate.
 __device__ __forceinline__ bool worth_searching(const RegroupParams& params, int size, WindowScratch& scratch) {
     const int query = threadIdx.x;
+    int sum = 0;
     if (query < size) {
         int own = 0, shared = 0;
         for (int position = 0; position < TOPK; ++position) {
@@ -158,8 +160,10 @@ __device__ __forceinline__ bool worth_searching(const RegroupParams& params, int
             ++own;
             if (query + 1 < size) shared += scratch.members[page][(query + 1) / 32] >> (query + 1) % 32 & 1;
         }
-        atomicAdd(&scratch.neighbour_pages, own * ((query > 0) + (query + 1 < size)) - shared);
+        sum = own * ((query > 0) + (query + 1 < size)) - shared;
     }
+    sum = __reduce_add_sync(ALL_LANES, sum);
+    if (query % 32 == 0) atomicAdd(&scratch.neighbour_pages, sum);
     __syncthreads();
     return scratch.neighbour_pages > params.gate * (size - 1);
 }
@@ -209,35 +213,30 @@ __device__ __forceinline__ void build_table(WindowScratch& scratch) {
     __syncthreads();
 }
 
-/// Says that the first `count` slots are decided. Lane 0, which wrote the picks, writes this too.
-__device__ __forceinline__ void publish_picks(WindowScratch& scratch, int count) {
-    __threadfence_block();
-    if (threadIdx.x == 0) *const_cast<volatile int*>(&scratch.picked) = count;
-}
-
-__device__ __forceinline__ void await_picks(const WindowScratch& scratch, int count) {
-    while (*const_cast<const volatile int*>(&scratch.picked) < count) __nanosleep(50);
-    __threadfence_block();
+/// Waits until the `count` slots from `first` on are decided. Called by whole warps.
+__device__ __forceinline__ void await_picks(const WindowScratch& scratch, int first, int count) {
+    const int lane = threadIdx.x % 32;
+    while (__any_sync(ALL_LANES, lane < count && *const_cast<const volatile int*>(&scratch.pick[first + lane]) < 0))
+        __nanosleep(50);
     __syncwarp();
 }
 
-/// Set bits of a 16-bit mask without POPC, of which an SM sub-partition starts one every eight clocks:
-/// three bits of each nibble look up their count in a byte permutation, the fourth looks up itself.
-__device__ __forceinline__ unsigned count_bits(unsigned mask) {
-    const unsigned three = __byte_perm(0x02010100, 0x03020201, mask & 0x7777);
-    const unsigned fourth = __byte_perm(0x00000100, 0, mask >> 3 & 0x1111);
-    return __dp4a(three, 0x01010101u, __dp4a(fourth, 0x01010101u, 0u));
+constexpr int COST = 8;  // a key's bits from here on are the cost, those below the query: the lowest query wins a tie
+
+/// candidate + (popc(mask) << COST) for a 16-bit mask without POPC, of which an SM sub-partition starts one every eight
+/// clocks: three bits of each nibble look up twice their count, the fourth looks up itself, times 128.
+__device__ __forceinline__ unsigned add_cost(unsigned mask, unsigned candidate) {
+    const unsigned three = __byte_perm(0x04020200, 0x06040402, mask & 0x7777);
+    const unsigned fourth = __byte_perm(0x00000200, 0, mask >> 3 & 0x1111);
+    return __dp4a(three, 0x80808080u, __dp4a(fourth, 0x80808080u, candidate));
 }
 
 /// The serial chain, by one warp: lane l holds queries LANE_QUERIES * l and the ones after it.
 __device__ __forceinline__ void search(WindowScratch& scratch, int size) {
-    // Key: cost above, query below, so that the lowest query wins a tie; shifted left by ROW_SHIFT it has
-    // lost the cost and is the byte offset of the query's row.
-    constexpr int ROW_SHIFT = LANE_QUERIES == 4 ? 8 : 7, COST = 32 - ROW_SHIFT;
-    static_assert(sizeof(scratch.table[0]) == 1 << ROW_SHIFT, "bytes of a row");
     constexpr unsigned TAKEN = 1u << 31;  // above every cost
     const int first = threadIdx.x * LANE_QUERIES;
-    const unsigned char* own_columns = reinterpret_cast<const unsigned char*>(&scratch.table[0][first]);
+    const unsigned columns = first * sizeof(scratch.table[0][0]);  // byte offset in a row, below 256
+    const unsigned char* table = reinterpret_cast<const unsigned char*>(scratch.table);
     unsigned candidate[LANE_QUERIES], all[LANE_QUERIES / 2];
 #pragma unroll
     for (int q = 0; q < LANE_QUERIES; ++q) {
@@ -255,7 +254,7 @@ __device__ __forceinline__ void search(WindowScratch& scratch, int size) {
         for (int q = 1; q < LANE_QUERIES; ++q) lowest = min(lowest, candidate[q]);
         unsigned key = __reduce_min_sync(ALL_LANES, lowest);  // the seed
         while (true) {
-            const unsigned char* row = own_columns + (key << ROW_SHIFT);
+            const unsigned char* row = table + __byte_perm(columns, key, 0x1140);  // key % 256 * ROW_BYTES + columns
             unsigned taken[LANE_QUERIES / 2];
             if constexpr (LANE_QUERIES == 4) {
                 const uint2 pairs = *reinterpret_cast<const uint2*>(row);
@@ -263,21 +262,18 @@ __device__ __forceinline__ void search(WindowScratch& scratch, int size) {
             } else {
                 taken[0] = *reinterpret_cast<const unsigned*>(row);
             }
-            const int pick = key & ((1u << COST) - 1);
-            if (threadIdx.x == 0) scratch.pick[slot] = pick;
+            const int pick = key % (1u << COST);
+            if (threadIdx.x == 0) *const_cast<volatile int*>(&scratch.pick[slot]) = pick;
 #pragma unroll
             for (int q = 0; q < LANE_QUERIES; ++q)
                 if (first + q == pick) candidate[q] = TAKEN;
-            if (++slot == stop) {
-                publish_picks(scratch, slot);
-                break;
-            }
+            if (++slot == stop) break;
             unsigned best = TAKEN;
 #pragma unroll
             for (int i = 0; i < LANE_QUERIES / 2; ++i) {
                 left[i] &= ~taken[i];
-                const unsigned low = count_bits(left[i] & 0xffff), high = __popc(left[i] >> 16);
-                best = min(best, min((low << COST) + candidate[2 * i], (high << COST) + candidate[2 * i + 1]));
+                const unsigned high = (static_cast<unsigned>(__popc(left[i] >> 16)) << COST) + candidate[2 * i + 1];
+                best = min(best, min(add_cost(left[i] & 0xffff, candidate[2 * i]), high));
             }
             key = __reduce_min_sync(ALL_LANES, best);
         }
