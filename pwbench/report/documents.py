@@ -22,6 +22,7 @@ from pwbench.report import studies, tables
 from pwbench.report.build import build
 from pwbench.report.formats import markdown_table
 from pwbench.report.model import DEFAULT_BASELINE, Report, Scope
+from pwbench.report.paper import paper
 from pwbench.report.tables import Table
 
 _PLACE = re.compile(
@@ -52,6 +53,7 @@ OVER_SCOPES: dict[str, Callable[[Report, list[Scope]], Table]] = {
 
 OVERALL: dict[str, Callable[[Report], Table]] = {
     "unavailable": tables.unavailable,
+    "paper": paper,
     "provenance": studies.provenance,
 }
 FILTERS = ("suite", "device", "gpu", "mode", "l2", "baseline")
@@ -139,7 +141,7 @@ def _table_text(
     report = reports[baseline]
     if name in OVERALL:
         table = OVERALL[name](report)
-        return markdown_table(table) if table.rows else "Nothing."
+        return markdown_table(table) if table.rows else _nothing(filters) if name == "paper" else "Nothing."
     wanted = {key: value for key, value in filters.items() if key != "baseline"}
     scopes = [s for s in report.scopes if all(getattr(s, key) == value for key, value in wanted.items())]
     if name in OVER_SCOPES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pwbench import stats
-from pwbench.report.model import Contender, Report, Scope, samples_of
+from pwbench.report.model import DEFAULT_WINDOW, Contender, Report, Scope, samples_of
 from pwbench.report.tables import ACCURATE, clock, error, times, worst
 
 
@@ -26,7 +26,9 @@ class Headline:
 
 def headline(report: Report, scope: Scope) -> Headline:
     """The scope's answer."""
-    rivals = [c for c in scope.contenders if c in scope.geomeans and c.variant != scope.baseline]
+    rivals = [
+        c for c in scope.contenders if c in scope.geomeans and c.competes and c.variant != scope.baseline
+    ]
     if not rivals:
         return Headline(scope.note or "Only the baseline was measured, so there is nothing to compare.")
     best = rivals[0]
@@ -120,7 +122,8 @@ def _how_accurate(scope: Scope, best: Contender, rivals: list[Contender]) -> str
 
 def _does_the_search_pay(scope: Scope) -> str:
     kernels: dict[Contender, list[stats.Ratio]] = {}
-    for gain in scope.gains:
+    usual = [gain for gain in scope.gains if gain.contender.window == DEFAULT_WINDOW]
+    for gain in usual or scope.gains:
         kernels.setdefault(gain.contender, []).append(gain.online_ratio)
     parts = []
     for contender, ratios in kernels.items():

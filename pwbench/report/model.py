@@ -37,6 +37,11 @@ class Contender:
         return self.variant + (f" W{self.window}" if self.window not in (None, DEFAULT_WINDOW) else "")
 
     @property
+    def competes(self) -> bool:
+        """Whether it does the whole work: the ``-precomputed`` path is handed its permutation."""
+        return not self.variant.endswith("-precomputed")
+
+    @property
     def full(self) -> str:
         """`label` with the precision."""
         return f"{self.label} ({self.precision})"

@@ -87,6 +87,18 @@ def test_the_loss_table_lists_the_worst_first(frame):
     assert "| -20." in line
 
 
+def test_the_papers_numbers_stand_beside_those_of_the_same_kernel(tmp_path):
+    results.write(
+        tmp_path / "a.parquet", suite_rows(captures=CAPTURES[:2]) + suite_rows("five-64k", CAPTURES[:2])
+    )
+    lines = documents.fill(PLACE.format("paper"), results.load(tmp_path)).splitlines()
+    over = [line.split(" | ") for line in lines if "geomean of suite six" in line]
+    assert [cells[3] for cells in over if cells[1] == "1.70x"] == ["union8"]
+    assert 1.6 < float(over[0][2].removesuffix("x")) < 1.8
+    gains = [line.split(" | ") for line in lines if "online regrouping" in line]
+    assert [cells[3] for cells in gains if cells[1] == "3.26 to 7.66 %"] == ["union8-regroup"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

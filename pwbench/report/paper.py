@@ -1,0 +1,68 @@
+"""The PageWeaver paper's headline numbers beside ours."""
+
+from __future__ import annotations
+
+from pwbench import stats
+from pwbench.report.model import Contender, Report, Scope, compare
+from pwbench.report.tables import Table, interval, times
+
+UNION8 = 1.70
+"""Union8 over the FlashInfer path the paper measured, geomean of six captures."""
+REGROUP = (0.0326, 0.0766)
+"""Net gain of online regrouping on five 64K captures, smallest and largest."""
+KERNELS = ("union8", "union8-regroup", "pageweaver", "pageweaver-regroup")
+PEERS = ("flashinfer", "flashinfer-paged")
+"""Today's FlashInfer, and its paged wrappers: what there was when the paper measured."""
+
+
+def paper(report: Report) -> Table:
+    """The paper's numbers and ours: GPU rows, CUDA graph, cold L2."""
+    table = Table(
+        "The paper's numbers and ours",
+        ["claim", "the paper", "ours", "kernel", "precision", "95 % interval", "machine"],
+        text=(0, 3, 4, 6),
+    )
+    for scope in _scopes(report, "six"):
+        for peer in PEERS:
+            _speedups(table, scope, peer)
+    table.breaks.add(len(table.rows))
+    for scope in _scopes(report, "five-64k"):
+        _gains(table, scope)
+    return table
+
+
+def _scopes(report: Report, suite: str) -> list[Scope]:
+    wanted = (suite, "cuda", "graph", "cold")
+    return [s for s in report.scopes if (s.suite, s.device, s.mode, s.l2) == wanted]
+
+
+def _speedups(table: Table, scope: Scope, peer: str) -> None:
+    bases = {capture: row for (contender, capture), row in scope.cells.items() if contender.variant == peer}
+    contenders = [c for c in scope.contenders if c.variant in KERNELS]
+    for contender in sorted(contenders, key=lambda c: (KERNELS.index(c.variant), c.precision, c.label)):
+        ratios = [
+            compare(bases[capture], row)
+            for (other, capture), row in scope.cells.items()
+            if other == contender and capture in bases
+        ]
+        if not ratios:
+            continue
+        mean = stats.geomean(ratios)
+        claim = f"over {peer}, geomean of suite six"
+        theirs = times(UNION8) if contender.variant == "union8" else ""
+        ours = times(mean.value)
+        table.rows.append(
+            [claim, theirs, ours, contender.label, contender.precision, interval(mean), scope.gpu]
+        )
+
+
+def _gains(table: Table, scope: Scope) -> None:
+    kernels: dict[Contender, list[float]] = {}
+    for gain in scope.gains:
+        kernels.setdefault(gain.contender, []).append(1 - 1 / gain.online_ratio.value)
+    published = f"{100 * REGROUP[0]:.2f} to {100 * REGROUP[1]:.2f} %"
+    for contender, shares in kernels.items():
+        claim = "net gain of online regrouping, suite five-64k"
+        theirs = published if contender.variant == "union8-regroup" else ""
+        ours = f"{100 * min(shares):+.2f} to {100 * max(shares):+.2f} %"
+        table.rows.append([claim, theirs, ours, contender.label, contender.precision, "", scope.gpu])
