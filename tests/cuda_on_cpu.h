@@ -37,7 +37,11 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) { return {x, y, z, w}; }
 
-inline size_t __cvta_generic_to_shared(const void* pointer) { return reinterpret_cast<size_t>(pointer); }
+// Shared addresses are offsets in the dynamic shared memory, which the test defines.
+extern thread_local uint4 dynamic[];
+inline size_t __cvta_generic_to_shared(const void* pointer) {
+    return static_cast<const char*>(pointer) - reinterpret_cast<const char*>(dynamic);
+}
 
 namespace emulator {
 
@@ -166,11 +170,6 @@ inline int __syncthreads_or(int own) { return !__syncthreads_and(!own); }
 inline void __syncwarp(unsigned = ~0u) { emulator::meet(emulator::warp()); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
-/// Lets the others run: what a spinning thread must call.
-inline void __nanosleep(unsigned) {
-    emulator::progress = true;
-    swapcontext(&emulator::fibers[emulator::current].context, &emulator::scheduler);
-}
 
 template <typename T> T __shfl_sync(unsigned, T value, int lane) {
     return static_cast<T>(emulator::exchange(static_cast<unsigned>(value))[lane & 31]);
@@ -219,4 +218,38 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
         out |= (pick & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
     }
     return out;
+}
+
+// PTX ------------------------------------------------------------------------------------------------
+// Its wrappers are assembler; the ones a kernel may use here are named anew and written out.
+
+#define mbarrier_init ptx_mbarrier_init
+#define mbarrier_arrive ptx_mbarrier_arrive
+#define mbarrier_wait ptx_mbarrier_wait
+#include "ptx.cuh"
+#undef mbarrier_init
+#undef mbarrier_arrive
+#undef mbarrier_wait
+
+struct Mbarrier {
+    uint16_t arrivals, missing;
+    uint32_t phase;
+};
+inline Mbarrier& mbarrier_at(uint32_t address) {
+    return *reinterpret_cast<Mbarrier*>(reinterpret_cast<char*>(dynamic) + address);
+}
+inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+    mbarrier_at(barrier) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
+}
+inline void mbarrier_arrive(uint32_t barrier) {
+    Mbarrier& at = mbarrier_at(barrier);
+    if (--at.missing == 0) {
+        at.missing = at.arrivals;
+        ++at.phase;
+        emulator::progress = true;
+    }
+}
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    while ((mbarrier_at(barrier).phase & 1) == parity)
+        swapcontext(&emulator::fibers[emulator::current].context, &emulator::scheduler);
 }

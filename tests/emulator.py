@@ -60,8 +60,8 @@ def compile_for_cpu(
         unit = library.with_suffix(".cpp")
         unit.write_text(text)
         # Hidden: an inline function's shared memory must not be merged with another program's of that name.
-        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fvisibility=hidden", *macros]
-        command = [compiler, *flags, str(unit), "-o", str(library)]
+        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{source_dir()}"]
+        command = [compiler, *flags, *macros, str(unit), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
     return Emulated(ctypes.CDLL(str(library)))

@@ -86,7 +86,7 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
         int* order = params.order + static_cast<int64_t>(window.head) * params.total_q + window.begin;
         for (int group = warp - 1; group * GROUP < window.size; group += EMITTERS) {
             const int first = group * GROUP, count = min(GROUP, window.size - first);
-            await_picks(scratch, first, count);
+            if (searched) mbarrier_wait(smem_address(&scratch.decided[group]), 0);
             if (lane < count) order[first + lane] = window.begin + scratch.pick[first + lane];
             if (tasks) emit_task(*tasks, window, scratch, scratch.slots[warp - 1], first, first_task + group);
         }

@@ -33,6 +33,7 @@ constexpr int LANE_QUERIES = WINDOW <= 64 ? 2 : 4;
 constexpr int COLUMNS = 32 * LANE_QUERIES;  // queries of the window, padded
 constexpr int WORDS = COLUMNS / 32;         // of a page's member mask
 constexpr int WINDOW_PAGES = COLUMNS * TOPK;
+constexpr int GROUPS = (WINDOW + GROUP - 1) / GROUP;
 constexpr int ROW_BYTES = 256;              // of the table: a row and a lane's columns make one address by bytes
 static_assert(WINDOW >= 1 && WINDOW <= 128 && GROUP >= 1, "one warp holds the window");
 
@@ -49,13 +50,14 @@ struct WindowScratch {
     unsigned short logical[WINDOW_PAGES];            // by local page, ascending
     unsigned slots[EMITTERS][WINDOW_PAGES / 2];      // by pair of local pages: members among a task's slots
     int visible[COLUMNS];
-    int pick[COLUMNS];                               // query at each slot, -1 until decided
+    int pick[COLUMNS];                               // query at each slot
+    uint64_t decided[GROUPS];                        // barrier of each group: its picks are made
     int pages;
     int neighbour_pages;
     int warp_totals[BLOCK / 32];
 };
 static_assert(sizeof(WindowScratch::members) <= sizeof(WindowScratch::table), "one place for both");
-static_assert(sizeof(WindowScratch) <= COLUMNS * (ROW_BYTES + 168) + 64, "as the host reckons it");
+static_assert(sizeof(WindowScratch) <= COLUMNS * (ROW_BYTES + 168) + 64 + 8 * GROUPS, "as the host reckons it");
 
 /// A window's place in the call. request < 0: there is no such window.
 struct Window {
@@ -103,7 +105,7 @@ __device__ __forceinline__ void list_pages(const RegroupParams& params, const Wi
     for (int word = threadIdx.x; word < words; word += BLOCK) bitmap[word] = 0;
     for (int at = threadIdx.x; at < WINDOW_PAGES * WORDS / 4; at += BLOCK)
         reinterpret_cast<uint4*>(scratch.members)[at] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x < COLUMNS) scratch.pick[threadIdx.x] = -1;
+    if (threadIdx.x < GROUPS) mbarrier_init(smem_address(&scratch.decided[threadIdx.x]), 1);
     if (threadIdx.x == 0) scratch.neighbour_pages = 0;
     __syncthreads();
 #pragma unroll
@@ -213,14 +215,6 @@ __device__ __forceinline__ void build_table(WindowScratch& scratch) {
     __syncthreads();
 }
 
-/// Waits until the `count` slots from `first` on are decided. Called by whole warps.
-__device__ __forceinline__ void await_picks(const WindowScratch& scratch, int first, int count) {
-    const int lane = threadIdx.x % 32;
-    while (__any_sync(ALL_LANES, lane < count && *const_cast<const volatile int*>(&scratch.pick[first + lane]) < 0))
-        __nanosleep(50);
-    __syncwarp();
-}
-
 constexpr int COST = 8;  // a key's bits from here on are the cost, those below the query: the lowest query wins a tie
 
 /// candidate + (popc(mask) << COST) for a 16-bit mask without POPC, of which an SM sub-partition starts one every eight
@@ -244,7 +238,7 @@ __device__ __forceinline__ void search(WindowScratch& scratch, int size) {
         const unsigned own = scratch.table[first + q][first + q];
         all[q / 2] = q % 2 ? all[q / 2] | own << 16 : own;
     }
-    for (int slot = 0; slot < size;) {
+    for (int slot = 0, group = 0; slot < size; ++group) {
         const int stop = min(slot + GROUP, size);
         unsigned left[LANE_QUERIES / 2];
 #pragma unroll
@@ -263,7 +257,7 @@ __device__ __forceinline__ void search(WindowScratch& scratch, int size) {
                 taken[0] = *reinterpret_cast<const unsigned*>(row);
             }
             const int pick = key % (1u << COST);
-            if (threadIdx.x == 0) *const_cast<volatile int*>(&scratch.pick[slot]) = pick;
+            if (threadIdx.x == 0) scratch.pick[slot] = pick;
 #pragma unroll
             for (int q = 0; q < LANE_QUERIES; ++q)
                 if (first + q == pick) candidate[q] = TAKEN;
@@ -277,5 +271,6 @@ __device__ __forceinline__ void search(WindowScratch& scratch, int size) {
             }
             key = __reduce_min_sync(ALL_LANES, best);
         }
+        if (threadIdx.x == 0) mbarrier_arrive(smem_address(&scratch.decided[group]));
     }
 }

@@ -167,7 +167,8 @@ class Plan:
     def regroup_shared(self) -> int:
         """Dynamic shared memory of `regroup` (WindowScratch, then the bitmap), never less than a V image."""
         columns = 64 if self.window <= 64 else 128
-        return max(columns * (256 + 168) + 64 + self._bitmap_bytes, IMAGE_BYTES)
+        groups = -(-self.window // self.queries)
+        return max(columns * (256 + 168) + 64 + 8 * groups + self._bitmap_bytes, IMAGE_BYTES)
 
 
 @dataclass(frozen=True)
