@@ -1,14 +1,19 @@
 // PTX wrappers, each named after its instruction. Nothing here knows about attention.
-// No CUDA header is included, so that NVRTC compiles the kernels without a toolkit.
+// No CUDA header is included (NVRTC has no standard headers either), so that NVRTC compiles the kernels without a toolkit.
 #pragma once
 
+#ifdef __CUDACC_RTC__
 using int8_t = signed char;
 using uint8_t = unsigned char;
+using int16_t = short;
 using uint16_t = unsigned short;
 using int32_t = int;
 using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
+#else
+#include <cstdint>
+#endif
 
 /// Shared-memory address of a generic pointer, as PTX wants it.
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
@@ -27,6 +32,10 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_count(uint32_t barrier, uint32_t count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 /// Arrives on the barrier at the same offset in CTA `rank` of the cluster.
@@ -182,6 +191,40 @@ __device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
     return x;
 }
 
+/// Packed f16 arithmetic, lane by lane of the pair.
+__device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+/// The larger of two packed f16; a NaN gives way to a number.
+__device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+__device__ __forceinline__ uint32_t ex2_approx_f16x2(uint32_t a) {
+    uint32_t d;
+    asm("ex2.approx.f16x2 %0, %1;" : "=r"(d) : "r"(a));
+    return d;
+}
+
+/// Packed f16 to packed e4m3, saturating to +-448; NaN stays NaN.
+__device__ __forceinline__ uint16_t cvt_e4m3x2_f16x2(uint32_t halves) {
+    uint16_t packed;
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(halves));
+    return packed;
+}
+
+/// One float to f16, saturating to the largest finite number, in both halves of a register.
+__device__ __forceinline__ uint32_t cvt_f16_twice(float x) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(packed) : "f"(fminf(fmaxf(x, -65504.f), 65504.f)));
+    return packed;
+}
+
 /// Two floats to packed bf16, `low` in the low half.
 __device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
     uint32_t packed;
@@ -211,6 +254,12 @@ template <int N>
 __device__ __forceinline__ void pin(float (&registers)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+template <int N>
+__device__ __forceinline__ void pin(uint32_t (&registers)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
 /// Descriptor of a K-major tile with 128-byte rows and the 128-byte swizzle; 8-row groups 1024 bytes
@@ -285,4 +334,37 @@ __device__ __forceinline__ void wgmma_m64n136k32_rs(float (&d)[68], const uint32
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
           "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+/// wgmma.mma_async.sync.aligned.m64n128k32.f16.e4m3.e4m3, both operands in shared memory. Half the
+/// accumulator registers of the f32 form at the same rate; register 2j + i holds columns 8j + 2t, +1.
+__device__ __forceinline__ void wgmma_m64n128k32_f16_ss(uint32_t (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f16.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1;\n}\n"
+        :
+          "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]),
+          "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]),
+          "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]),
+          "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+/// The same with d = A * B: the first step of a sum. d is an output only, so what its registers held before
+/// is free to be read or written while other products run.
+__device__ __forceinline__ void wgmma_m64n128k32_f16_ss_first(uint32_t (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f16.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1;\n}\n"
+        :
+          "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]), "=r"(d[4]), "=r"(d[5]), "=r"(d[6]), "=r"(d[7]),
+          "=r"(d[8]), "=r"(d[9]), "=r"(d[10]), "=r"(d[11]), "=r"(d[12]), "=r"(d[13]), "=r"(d[14]), "=r"(d[15]),
+          "=r"(d[16]), "=r"(d[17]), "=r"(d[18]), "=r"(d[19]), "=r"(d[20]), "=r"(d[21]), "=r"(d[22]), "=r"(d[23]),
+          "=r"(d[24]), "=r"(d[25]), "=r"(d[26]), "=r"(d[27]), "=r"(d[28]), "=r"(d[29]), "=r"(d[30]), "=r"(d[31])
+        : "l"(a), "l"(b));
 }

@@ -34,14 +34,13 @@ __device__ __forceinline__ void power_of_two_scale(uint32_t amax, float& scale, 
     inverse = __uint_as_float((clamped - 7) << 23);
 }
 
-/// Quantises rows [begin, end) of a Q tile with one warp, 2 * IN_FLIGHT rows at a time: e4m3 into
-/// `tile` (swizzled), and for each row the factor that turns its raw score into a base-2 logit into
-/// `row_scale`. With RESIDUAL, a second tile holds what the first one lost (bf16 = hi + lo exactly).
+/// Loads rows [begin, end) of a Q tile with one warp, 2 * IN_FLIGHT rows at a time, and hands each
+/// lane's share to `store(row, chunk, words, amax)`: channels 8 * chunk .. + 7 as four bf16 pairs, and
+/// the bf16 bits of the row's largest magnitude (NaN stays NaN).
 /// `query_of(slot)` is the query row of a slot, or -1 if unused (its tile rows become zero).
-template <int IN_FLIGHT, bool RESIDUAL, typename QueryOf>
-__device__ __forceinline__ void quantise_rows(const uint8_t* q, QueryOf query_of, int64_t query_bytes,
-                                              int head_offset_bytes, float scale_log2, uint8_t* tile,
-                                              uint8_t* residual_tile, float* row_scale, int begin, int end) {
+template <int IN_FLIGHT, typename QueryOf, typename Store>
+__device__ __forceinline__ void load_tile_rows(const uint8_t* q, QueryOf query_of, int64_t query_bytes,
+                                               int head_offset_bytes, int begin, int end, Store store) {
     const int lane = threadIdx.x & 31;
     const int half = lane >> 4, chunk = lane & 15;
 #pragma unroll 1
@@ -59,7 +58,6 @@ __device__ __forceinline__ void quantise_rows(const uint8_t* q, QueryOf query_of
         }
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; ++u) {
-            const int row = first + u * 2 + half;
             const uint32_t words[4] = {raw[u].x, raw[u].y, raw[u].z, raw[u].w};
             uint32_t largest = max_nan_bf16x2(max_nan_bf16x2(words[0] & 0x7fff7fff, words[1] & 0x7fff7fff),
                                               max_nan_bf16x2(words[2] & 0x7fff7fff, words[3] & 0x7fff7fff));
@@ -67,30 +65,32 @@ __device__ __forceinline__ void quantise_rows(const uint8_t* q, QueryOf query_of
             for (int lanes = 1; lanes < 16; lanes *= 2)
                 largest = max_nan_bf16x2(largest, __shfl_xor_sync(0xffffffff, largest, lanes));
             const uint32_t low = largest & 0x7fff, high = largest >> 16;
-            float scale, inverse;
-            power_of_two_scale(low > high ? low : high, scale, inverse);
-            float x[8];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                x[2 * i] = __uint_as_float(words[i] << 16) * scale;
-                x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u) * scale;
-            }
-            const uint2 packed = make_uint2(cvt_e4m3x4(x[0], x[1], x[2], x[3]), cvt_e4m3x4(x[4], x[5], x[6], x[7]));
-            const uint32_t at = swizzled(row, chunk * 8);
-            *reinterpret_cast<uint2*>(tile + at) = packed;
-            if constexpr (RESIDUAL) {
-                const uint32_t taken[2] = {packed.x, packed.y};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const uint32_t halves = cvt_f16x2_e4m3x2(static_cast<uint16_t>(taken[i / 2] >> (16 * (i % 2))));
-                    x[2 * i] -= cvt_f32_f16(static_cast<uint16_t>(halves));
-                    x[2 * i + 1] -= cvt_f32_f16(static_cast<uint16_t>(halves >> 16));
-                }
-                *reinterpret_cast<uint2*>(residual_tile + at) =
-                    make_uint2(cvt_e4m3x4(x[0], x[1], x[2], x[3]), cvt_e4m3x4(x[4], x[5], x[6], x[7]));
-            }
-            if (chunk == 0) row_scale[row] = scale_log2 * inverse;
+            store(first + u * 2 + half, chunk, words, low > high ? low : high);
         }
+    }
+}
+
+/// Eight bf16 channels, times `scale`, as f32.
+__device__ __forceinline__ void scale_channels(float (&x)[8], const uint32_t (&words)[4], float scale) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[2 * i] = __uint_as_float(words[i] << 16) * scale;
+        x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u) * scale;
+    }
+}
+
+__device__ __forceinline__ uint2 pack_channels(const float (&x)[8]) {
+    return make_uint2(cvt_e4m3x4(x[0], x[1], x[2], x[3]), cvt_e4m3x4(x[4], x[5], x[6], x[7]));
+}
+
+/// What packing lost: subtracts the packed channels from the numbers they came from.
+__device__ __forceinline__ void subtract_channels(float (&x)[8], uint2 packed) {
+    const uint32_t taken[2] = {packed.x, packed.y};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t halves = cvt_f16x2_e4m3x2(static_cast<uint16_t>(taken[i / 2] >> (16 * (i % 2))));
+        x[2 * i] -= cvt_f32_f16(static_cast<uint16_t>(halves));
+        x[2 * i + 1] -= cvt_f32_f16(static_cast<uint16_t>(halves >> 16));
     }
 }
 

@@ -1,0 +1,73 @@
+// Scores as packed f16: the tile arithmetic of the `fast` precision. An f16 accumulator takes half the
+// registers of an f32 one at the same rate, so that two pages' scores fit beside the output and the
+// tensor core works on one page while the softmax works on the other.
+//
+// Fragment: register 2j + i of lane 4r + t holds row r + 8i, columns 8j + 2t (low half) and 8j + 2t + 1.
+#pragma once
+
+#include "tile.cuh"
+
+constexpr int HALF_SCORES = 32;             // registers of a 64 x 128 f16 product
+constexpr float PROBABILITY_BITS = 6;       // p = 2^6 at a row's reference, so that e4m3 keeps small ones
+constexpr float OVERFLOW_BITS = 8.5f;       // above it e4m3 would saturate at 448: move the reference first
+constexpr float UNSEEN_OFFSET = 30000;      // of a row that has met no page: its first one always overflows
+
+/// Scale of a Q row for f16 scores, and the factor from score to base-2 logit, in both halves.
+/// The row, times the mantissa of `scale_log2`, is brought into [0.5, 1): |score| < 448 * 128, which
+/// f16 holds whatever the keys are, and the factor that remains is an exact power of two.
+/// A row with NaN or infinity gets a NaN scale, so that it, and no other row, comes out as NaN.
+__device__ __forceinline__ void half_score_scale(uint32_t amax, float scale_log2, float& scale, uint32_t& factor) {
+    const uint32_t bits = __float_as_uint(scale_log2);
+    const float mantissa = __uint_as_float((bits & 0x007fffffu) | 0x3f800000u);
+    const int scale_exponent = static_cast<int>(bits >> 23) - 127;
+    const float largest = __uint_as_float(amax << 16) * mantissa;
+    int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 126;  // largest in [2^(e-1), 2^e)
+    exponent = max(-100, exponent);
+    scale = amax >= 0x7f80 ? __uint_as_float(0x7fffffffu) : mantissa * __uint_as_float((127 - exponent) << 23);
+    const int power = min(15, exponent + scale_exponent);
+    // 2^power as f16: normal from 2^-14, subnormal to 2^-24, below that the logits vanish anyway
+    const uint32_t half = power >= -14 ? (power + 15) << 10 : power >= -24 ? 1u << (power + 24) : 0u;
+    factor = half | (half << 16);
+}
+
+/// S = Q K^T: four products of 32 channels.
+__device__ __forceinline__ void multiply_keys(uint32_t (&scores)[HALF_SCORES], uint64_t tile, uint64_t keys) {
+    wgmma_m64n128k32_f16_ss_first(scores, tile, keys);
+#pragma unroll
+    for (int k = 1; k < 4; ++k) wgmma_m64n128k32_f16_ss(scores, tile + 2 * k, keys + 2 * k, 1);
+}
+
+/// Replaces the scores of keys at or past `visible` with -infinity, by selection (they may be NaN).
+__device__ __forceinline__ void mask_scores(uint32_t (&scores)[HALF_SCORES], int visible) {
+    constexpr uint32_t HIDDEN = 0xfc00;
+    const int limit = visible - 2 * static_cast<int>(threadIdx.x & 3);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            uint32_t& s = scores[2 * j + i];
+            if (8 * j >= limit)
+                s = HIDDEN | (HIDDEN << 16);
+            else if (8 * j + 1 >= limit)
+                s = (s & 0xffff) | (HIDDEN << 16);
+        }
+    }
+}
+
+/// Largest score this lane holds of row r + 8 * half, as f32.
+__device__ __forceinline__ float lane_maximum(const uint32_t (&scores)[HALF_SCORES], int half) {
+    uint32_t chains[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) chains[c] = scores[2 * c + half];
+#pragma unroll
+    for (int j = 4; j < 16; ++j) chains[j % 4] = max_f16x2(chains[j % 4], scores[2 * j + half]);
+    const uint32_t pair = max_f16x2(max_f16x2(chains[0], chains[1]), max_f16x2(chains[2], chains[3]));
+    return fmaxf(cvt_f32_f16(static_cast<uint16_t>(pair)), cvt_f32_f16(static_cast<uint16_t>(pair >> 16)));
+}
+
+/// The e4m3 A fragment register of step s: rows r + 8i, key half h (see pack_probabilities in tile.cuh).
+__device__ __forceinline__ uint32_t pack_probabilities(const uint32_t (&p)[HALF_SCORES], int s, int i, int h) {
+    const int j = 4 * s + 2 * h;
+    return static_cast<uint32_t>(cvt_e4m3x2_f16x2(p[2 * j + i])) |
+           (static_cast<uint32_t>(cvt_e4m3x2_f16x2(p[2 * (j + 1) + i])) << 16);
+}

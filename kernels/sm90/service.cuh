@@ -1,0 +1,83 @@
+// The service warps of pageweaver: tasks, pages and queries flow into shared memory ahead of the
+// consumers, each through a ring of its own.
+#pragma once
+
+/// Takes tasks from the global counter in order and publishes each with its page list, as far ahead as
+/// the ring allows. After the last one comes a record with queries = -1.
+__device__ __forceinline__ void stream_tasks(const Shared& shared, const AttentionParams& params) {
+    const int lane = threadIdx.x & 31;
+    for (int n = 0;;) {
+        int next = 0;
+        if (lane == 0) next = atomicAdd(params.next_task, 1);
+        next = __shfl_sync(0xffffffff, next, 0);
+        const bool last = next >= params.tasks;
+        const int task = last || !params.task_order ? next : __ldg(params.task_order + next);
+        uint32_t word = lane == 1 ? 0xffffffffu : 0u, tail = 0;
+        if (!last) {
+            const uint32_t* words = reinterpret_cast<const uint32_t*>(params.task_records + task);
+            word = __ldg(words + lane);
+            if (lane < TASK_WORDS - 32) tail = __ldg(words + 32 + lane);
+        }
+        const int pages = __shfl_sync(0xffffffff, word, 0), queries = __shfl_sync(0xffffffff, word, 1);
+        if (queries == 0) continue;
+
+        const int buffer = n % TASK_BUFFERS;
+        mbarrier_wait(shared.task_free(buffer), ((n / TASK_BUFFERS) & 1) ^ 1);
+        uint32_t* record = reinterpret_cast<uint32_t*>(shared.task(buffer));
+        record[lane] = word;
+        if (lane < TASK_WORDS - 32) record[32 + lane] = tail;
+        const uint2* source =
+            reinterpret_cast<const uint2*>(params.page_records) + static_cast<int64_t>(task) * params.record_stride;
+#pragma unroll
+        for (int first = 0; first < TASK_PAGES; first += 32)
+            if (first + lane < pages) shared.page_list(buffer)[first + lane] = __ldg(source + first + lane);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared.task_full(buffer));
+        if (last) return;
+        ++n;
+    }
+}
+
+/// Copies the pages of every task into the ring, one thread. A warpgroup that skips a page never sees
+/// its barriers: the thread arrives for it. `issued` counts the copies begun, see wait_page.
+__device__ __forceinline__ void stream_pages(const Shared& shared, const TensorMap& keys, const AttentionParams& params) {
+    if ((threadIdx.x & 31) != 0) return;
+    uint32_t fill = 0;
+    for (int n = 0;; ++n) {
+        const TaskRecord* task = wait_task(shared, n);
+        if (task->queries < 0) return;
+        const int pages = task->pages, head = task->kv_head;
+        const uint2* list = shared.page_list(n % TASK_BUFFERS);
+        for (int page = 0; page < pages; ++page, ++fill) {
+            const uint2 record = list[page];
+            const int s = fill % STAGES;
+            int absent = 0;
+#pragma unroll
+            for (int group = 0; group < WARPGROUPS; ++group)
+                absent += ((record.y >> (16 + group * TILE_QUERIES)) & 15) == 0 ? TILE_WARPS : 0;
+            mbarrier_wait(shared.page_free(s), ((fill / STAGES) & 1) ^ 1);
+            if (absent) mbarrier_arrive_count(shared.page_free(s), absent);
+            mbarrier_arrive_expect_tx(shared.page_full(s), 2 * KEYS_BYTES);
+            const uint32_t stage = smem_address(shared.stage(s));
+            cp_async_bulk_tensor_4d(stage, &keys, 0, 0, head, record.x, shared.page_full(s));
+            const int64_t image = (static_cast<int64_t>(record.x) * params.kv_heads + head) * KEYS_BYTES;
+            cp_async_bulk(stage + KEYS_BYTES, params.values + image, KEYS_BYTES, shared.page_full(s));
+            *shared.issued() = fill + 1;
+        }
+    }
+}
+
+/// Quantises the Q tiles of every task but the first, a task ahead of the consumers, with QUERY_WARPS
+/// warps. The first one nothing can hide: the consumers load it themselves, with more warps.
+__device__ __forceinline__ void stream_queries(const Shared& shared, const AttentionParams& params, int warp) {
+    for (int n = 1;; ++n) {
+        const TaskRecord* task = wait_task(shared, n);
+        if (task->queries < 0) return;
+        const int buffer = n % Q_BUFFERS;
+        if (n >= Q_BUFFERS) mbarrier_wait(shared.q_free(buffer), (n / Q_BUFFERS + 1) & 1);
+#pragma unroll 1
+        for (int part = warp; part < 2 * WARPGROUPS; part += QUERY_WARPS)
+            load_queries<QUERY_LOADS>(shared, params, task, part / 2, buffer, part % 2 * 32, part % 2 * 32 + 32);
+        if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared.q_full(buffer));
+    }
+}
