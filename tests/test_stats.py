@@ -14,7 +14,7 @@ from pwbench import stats
 from pwbench.errors import InputError
 
 SAMPLES = 200
-RUNS = 120
+RUNS = 80
 
 
 def session(rng, medians, drift=0.05, noise=0.01, outliers=0.02):
