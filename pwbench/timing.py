@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -66,6 +67,8 @@ class Timer(Protocol):
     """A device that can be timed. Tests put a fake in its place."""
 
     device: str
+    nested: bool
+    """Whether reading the clock between stages costs nothing, so that one run yields both times."""
 
     def bind(self, run: Run, graph: bool) -> Run:
         """What to call for a sample: ``run`` itself, or the replay of a CUDA graph made of it.
@@ -165,10 +168,10 @@ class _Session:
             self.timer.synchronize()
 
     def round(self) -> None:
-        for name in self._shuffled():
-            self._guard(name, lambda name=name: self._sample_complete(name))  # type: ignore[misc]
-        for name in self._shuffled():
-            self._guard(name, lambda name=name: self._sample_stages(name))  # type: ignore[misc]
+        samplers = [self._sample_both] if self.timer.nested else [self._sample_complete, self._sample_stages]
+        for sampler in samplers:
+            for name in self._shuffled():
+                self._guard(name, partial(sampler, name))
         seen = self.timer.sensors()
         self.throttle.update(seen.throttle)
         if seen.sm_clock_mhz is not None:
@@ -189,6 +192,14 @@ class _Session:
 
     def _sample_complete(self, name: str) -> None:
         self.timings[name].complete_us += self.timer.sample([self.complete[name]], self.cold)
+
+    def _sample_both(self, name: str) -> None:
+        if self.stages[name]:
+            self._sample_stages(name)
+            taken = sum(values[-1] for values in self.timings[name].stages_us.values())
+            self.timings[name].complete_us.append(taken)
+        else:
+            self._sample_complete(name)
 
     def _sample_stages(self, name: str) -> None:
         stages = self.stages[name]
@@ -258,9 +269,11 @@ def timer_for(device: torch.device) -> Timer:
 
 
 class CpuTimer:
-    """Wall-clock time of a call. A cold sample follows a sweep over a buffer larger than the caches."""
+    """Wall-clock time of a call. A cold sample follows a sweep over a buffer larger than the caches.
+    Nothing overlaps here, so a complete call is its stages one after the other."""
 
     device = "cpu"
+    nested = True
 
     def __init__(self, flush_bytes: int = 64 << 20):
         self._flush = np.zeros(flush_bytes // 8)
@@ -311,6 +324,7 @@ class CudaTimer:
     """CUDA events around a graph replay or an eager call, on torch's current stream."""
 
     device = "cuda"
+    nested = False
 
     def __init__(self, device: torch.device):
         from pwbench.device import read_sensors

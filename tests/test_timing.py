@@ -16,6 +16,7 @@ class FakeTimer:
     """Counts calls, answers with the duration a part carries, and can break on demand."""
 
     device = "fake"
+    nested = False
 
     def __init__(self, lost: bool = False):
         self.flushes: list[bool] = []
@@ -196,3 +197,14 @@ def test_graph_mode_on_the_cpu_fails_closed():
 def test_an_unknown_device_is_refused():
     with pytest.raises(MeasurementError, match="expected cuda or cpu"):
         timer_for(torch.device("meta"))
+
+
+def test_where_the_clock_is_free_one_run_yields_the_complete_call_and_its_stages():
+    timer = FakeTimer()
+    timer.nested = True
+    prepared = candidate(stages=[("search", 2.0), ("attention", 5.0)])
+    timings = measure({"a": prepared, "b": candidate("b")}, 3, "eager", "cold", timer=timer, warm_up_s=0)
+    assert timings["a"].stages_us == {"search": [2.0] * 3, "attention": [5.0] * 3}
+    assert timings["a"].complete_us == [7.0] * 3
+    assert timings["b"].complete_us == [10.0] * 3
+    assert prepared.run.calls == 0
