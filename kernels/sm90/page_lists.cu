@@ -81,11 +81,12 @@ __device__ __forceinline__ void sort16(int (&id)[TOPK]) {
     }
 }
 
-/// One warp for 32 rows of one KV head, one row a lane. Grid: (ceil(words / 4), kv_heads).
+/// One warp for 32 rows of one KV head, one row a lane. Grid: kv_heads * ceil(words / 4).
 extern "C" __global__ void __launch_bounds__(CLEAN_WARPS * 32) clean_supports(const ListParams params) {
     __shared__ int sorted[CLEAN_WARPS][TOPK + 1][32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int word = blockIdx.x * CLEAN_WARPS + warp, head = blockIdx.y;
+    const int blocks = (params.words + CLEAN_WARPS - 1) / CLEAN_WARPS;
+    const int word = blockIdx.x % blocks * CLEAN_WARPS + warp, head = blockIdx.x / blocks;
     if (word >= params.words) return;
     const int row = word * 32 + lane;
 

@@ -161,13 +161,11 @@ __device__ __forceinline__ void reduce_rows(const StreamParams& params, int segm
 /// Any grid of blocks of 128.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     page_union_stream(const __grid_constant__ TensorMap keys, const StreamParams params) {
-    extern __shared__ uint8_t raw_shared[];
     __shared__ int tickets[4];
-    const uint32_t base = (smem_address(raw_shared) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 3; ++i) tickets[i] = take_ticket(params.queue);
     }
-    prepare_stages(raw_shared + (base - smem_address(raw_shared)), base, &keys);
+    const uint32_t base = prepare_stages(&keys);
     const auto stage_address = [&](int stage) { return base + stage * STAGE_BYTES; };
     const auto full = [&](int stage) { return base + BARRIER_OFFSET + 8 * stage; };
 

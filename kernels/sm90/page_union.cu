@@ -41,6 +41,7 @@ struct ReduceParams {
     int64_t row_bytes;
     float v_scale;
     int total_q;
+    int kv_heads;
     int chunk;
     int chunk_rows;
 };
@@ -98,9 +99,7 @@ extern "C" __global__ void __launch_bounds__(256) quantise_queries(const QueryPa
 /// flight, and while a tile is multiplied, the next tile's queries are.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     page_union_partials(const __grid_constant__ TensorMap keys, const PartialParams params) {
-    extern __shared__ uint8_t raw_shared[];
-    const uint32_t base = (smem_address(raw_shared) + 1023) & ~1023u;
-    prepare_stages(raw_shared + (base - smem_address(raw_shared)), base, &keys);
+    const uint32_t base = prepare_stages(&keys);
     const auto stage_address = [&](int stage) { return base + stage * STAGE_BYTES; };
     const auto full = [&](int stage) { return base + BARRIER_OFFSET + 8 * stage; };
 
@@ -153,9 +152,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 // Reduction --------------------------------------------------------------------------------------
 
 /// One block per (row of the chunk, KV head): 16 lanes a query head, 8 channels a lane.
-/// Grid: (chunk_rows, kv_heads) blocks of 256.
+/// Grid: kv_heads * rows of the chunk, blocks of 256.
 extern "C" __global__ void __launch_bounds__(256) reduce_partials(const ReduceParams params) {
-    const int local = blockIdx.x, head = blockIdx.y;
+    const int local = blockIdx.x / params.kv_heads, head = blockIdx.x % params.kv_heads;
     const int row = params.chunk * params.chunk_rows + local;
     if (row >= params.total_q) return;
     const int head_row = threadIdx.x >> 4, lane = threadIdx.x & 15;

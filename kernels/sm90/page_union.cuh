@@ -168,8 +168,13 @@ __device__ __forceinline__ void attend_tile(Query& query, uint64_t key_tile, uin
     if (live) store_partial(partial, statistics, place_of(entry), out, reference);
 }
 
-/// Once a block: barriers, and the rows of ones below each stage's V^T.
-__device__ __forceinline__ void prepare_stages(uint8_t* shared, uint32_t base, const TensorMap* keys) {
+extern __shared__ uint4 dynamic[];
+
+/// Once a block: barriers, and the rows of ones below each stage's V^T. Returns the 1024-byte aligned
+/// address of stage 0; ends with a barrier of the block.
+__device__ __forceinline__ uint32_t prepare_stages(const TensorMap* keys) {
+    const uint32_t base = (smem_address(dynamic) + 1023) & ~1023u;
+    uint8_t* shared = reinterpret_cast<uint8_t*>(dynamic) + (base - smem_address(dynamic));
     if (threadIdx.x == 0) {
         prefetch_tensormap(keys);
         for (int stage = 0; stage < STAGES; ++stage) mbarrier_init(base + BARRIER_OFFSET + 8 * stage, 1);
@@ -181,4 +186,5 @@ __device__ __forceinline__ void prepare_stages(uint8_t* shared, uint32_t base, c
     }
     fence_proxy_async_shared();
     __syncthreads();
+    return base;
 }

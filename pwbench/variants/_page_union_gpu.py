@@ -156,7 +156,7 @@ class _Lists(ABC):
             for name in ("clean_supports", "count_lists", "scan_lists", "write_lists")
         }
         return [
-            kernel["clean_supports"].bind((-(-self.words // 4), call.kv_heads), 128, params),
+            kernel["clean_supports"].bind((call.kv_heads * -(-self.words // 4),), 128, params),
             kernel["count_lists"].bind((self.list_blocks,), 1024, params),
             kernel["scan_lists"].bind((1,), 1024, params),
             kernel["write_lists"].bind((self.list_blocks,), 1024, params),
@@ -267,11 +267,12 @@ class PageKernels(_Lists):
             row_bytes=self.out.stride(0) * self.out.element_size(),
             v_scale=call.v_scale,
             total_q=call.total_q,
+            kv_heads=call.kv_heads,
             chunk=chunk,
             chunk_rows=self.chunk_rows,
         )
         rows = min(self.chunk_rows, call.total_q - chunk * self.chunk_rows)
-        return kernels.get(_UNION, "reduce_partials").bind((rows, call.kv_heads), 256, params)
+        return kernels.get(_UNION, "reduce_partials").bind((call.kv_heads * rows,), 256, params)
 
 
 class StreamKernels(_Lists):
