@@ -33,7 +33,7 @@ using std::max;
 using std::min;
 
 struct Index { unsigned x = 0, y = 0, z = 0; };
-inline Index threadIdx, blockIdx, gridDim;
+inline Index threadIdx, blockIdx, gridDim, blockDim;
 struct alignas(8) int2 { int x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(8) float2 { float x, y; };
@@ -146,7 +146,7 @@ inline void run_together(unsigned first, unsigned count, unsigned threads) {
     while (blocks.size() < count) blocks.push_back(new Block);
     if (fibers.size() < count * threads) fibers.resize(count * threads);
     for (unsigned b = 0; b < count; ++b) start(*blocks[b], first + b, threads, &fibers[b * threads]);
-    std::vector<unsigned> order(count);
+    std::vector<unsigned> order(count), wakes(count);
     for (unsigned b = 0; b < count; ++b) order[b] = b;
     for (unsigned left = count, rounds = 0; left; ++rounds) {
         if (rounds == 400000) {
@@ -156,9 +156,11 @@ inline void run_together(unsigned first, unsigned count, unsigned threads) {
         std::shuffle(order.begin(), order.end(), chance);
         left = 0;
         for (unsigned b : order) {
+            left += blocks[b]->running > 0;
+            if (count > 1 && chance() % 64 == 0) wakes[b] = rounds + chance() % 256;  // a block falls far behind
+            if (rounds < wakes[b]) continue;
             for (unsigned speed = count == 1 ? 1 : chance() % 12; speed && blocks[b]->running; --speed)
                 advance(*blocks[b], threads, &fibers[b * threads]);
-            left += blocks[b]->running > 0;
         }
     }
 }
@@ -166,6 +168,7 @@ inline void run_together(unsigned first, unsigned count, unsigned threads) {
 inline void launch(unsigned grid, unsigned threads, bool together, std::function<void()> kernel) {
     body = std::move(kernel);
     gridDim.x = grid;
+    blockDim.x = threads;
     if (together) return run_together(0, grid, threads);
     for (unsigned b = 0; b < grid; ++b) run_together(b, 1, threads);
 }

@@ -14,7 +14,7 @@
 
 constexpr int TOPK = 16;
 constexpr int LISTS = 32;         // page lists of a block, one a lane
-constexpr int WARPS = 32;         // of a block of count_lists and write_lists
+constexpr int MOST_WARPS = 32;    // of a block of count_lists and write_lists, which share its words of rows
 constexpr int TILE_QUERIES = 4;   // entries of a tile
 constexpr int CLEAN_WARPS = 4;    // of a block of clean_supports
 constexpr int ABSENT = 0x7fffffff;
@@ -167,7 +167,7 @@ struct ListBlock {
         exists = begin < end && first_page < pages;
         if (!exists) return;
         const int low = begin >> 5, high = (end - 1) >> 5;
-        const int share = (high - low) / WARPS + 1;
+        const int share = (high - low) / static_cast<int>(blockDim.x >> 5) + 1;
         first_word = low + static_cast<int>(threadIdx.x >> 5) * share;
         last_word = min(first_word + share - 1, high);
     }
@@ -201,9 +201,9 @@ __device__ __forceinline__ int loads_of(const ListParams& params, int tiles) {
     return (tiles + params.tiles_per_load - 1) / params.tiles_per_load;
 }
 
-/// Grid: one block for each 32 lists, in list order.
-extern "C" __global__ void __launch_bounds__(WARPS * 32) count_lists(const ListParams params) {
-    __shared__ int counted[WARPS][LISTS];
+/// Grid: one block for each 32 lists, in list order; any number of warps.
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) count_lists(const ListParams params) {
+    __shared__ int counted[MOST_WARPS][LISTS];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const ListBlock block(params);
     if (!block.exists) {
@@ -214,8 +214,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) count_lists(const ListP
     __syncthreads();
     if (warp != 0) return;
     int entries = 0;
-#pragma unroll 8
-    for (int w = 0; w < WARPS; ++w) entries += counted[w][lane];
+    const int warps = blockDim.x >> 5;
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) entries += counted[w][lane];
     const int tiles = __reduce_add_sync(ALL, tiles_of(entries));
     const int loads = __reduce_add_sync(ALL, loads_of(params, tiles_of(entries)));
     if (lane == 0) params.totals[blockIdx.x] = make_int2(tiles, loads);
@@ -264,19 +265,19 @@ extern "C" __global__ void __launch_bounds__(1024) scan_lists(const ListParams p
     if (threadIdx.x == 0) params.chunk_loads[params.chunks * params.kv_heads] = loads_before;
 }
 
-/// The same grid as count_lists.
-extern "C" __global__ void __launch_bounds__(WARPS * 32) write_lists(const ListParams params) {
-    __shared__ int counted[WARPS][LISTS];  // entries of each warp's words, then of the warps before it
+/// The same grid and blocks as count_lists.
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) write_lists(const ListParams params) {
+    __shared__ int counted[MOST_WARPS][LISTS];  // entries of each warp's words, then of the warps before it
     __shared__ int list_tiles[LISTS], list_first_tile[LISTS], list_first_load[LISTS];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const ListBlock block(params);
     if (!block.exists) return;
     counted[warp][lane] = block.count(params);
     __syncthreads();
     if (warp == 0) {
         int entries = 0;
-#pragma unroll 8
-        for (int w = 0; w < WARPS; ++w) {
+#pragma unroll 4
+        for (int w = 0; w < warps; ++w) {
             const int own = counted[w][lane];
             counted[w][lane] = entries;
             entries += own;
@@ -296,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) write_lists(const ListP
     const int page = block.first_page + lane, tiles = list_tiles[lane];
     if (warp < loads_of(params, tiles)) {
         const int physical = __ldg(params.page_table + static_cast<int64_t>(block.request) * params.table_width + page);
-        for (int load = warp; load < loads_of(params, tiles); load += WARPS) {
+        for (int load = warp; load < loads_of(params, tiles); load += warps) {
             const int done = load * params.tiles_per_load;
             params.loads[list_first_load[lane] + load] =
                 make_int4(physical, (block.head << 8) | min(params.tiles_per_load, tiles - done), page,

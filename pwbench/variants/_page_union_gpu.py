@@ -48,13 +48,22 @@ class _Lists(ABC):
         self.out = torch.empty_like(call.q)
         self._allocate()
         anything = call.total_q > 0 and call.requests > 0
-        self._metadata = [self._bind_pack(), *self._bind_lists()] if anything else []
-        self._quantise = self._bind_quantise()
+        self._lists = self._bind_lists() if anything else []
+        self._operands = [self._bind_pack(), self._bind_quantise()] if anything else []
+        self._side = torch.cuda.Stream()
         self._bind_attention()
 
     def metadata(self) -> None:
-        for launch in self._metadata:
+        """Page lists, and beside them on a second stream the V images and e4m3 queries: the lists are a
+        chain of short kernels that leave most of the GPU idle."""
+        here = torch.cuda.current_stream()
+        self._side.wait_stream(here)
+        with torch.cuda.stream(self._side):
+            for launch in self._operands:
+                launch()
+        for launch in self._lists:
             launch()
+        here.wait_stream(self._side)
 
     @abstractmethod
     def _bind_attention(self) -> None:
@@ -151,15 +160,17 @@ class _Lists(ABC):
             progress=self.progress,
             progress_words=self.progress.numel(),
         )
+        # A warp for each word of a chunk's rows: short chunks make many small blocks.
+        threads = 32 * min(32, max(4, -(-self.chunk_rows // 32)))
         kernel = {
             name: kernels.get(_LISTS, name)
             for name in ("clean_supports", "count_lists", "scan_lists", "write_lists")
         }
         return [
             kernel["clean_supports"].bind((call.kv_heads * -(-self.words // 4),), 128, params),
-            kernel["count_lists"].bind((self.list_blocks,), 1024, params),
+            kernel["count_lists"].bind((self.list_blocks,), threads, params),
             kernel["scan_lists"].bind((1,), 1024, params),
-            kernel["write_lists"].bind((self.list_blocks,), 1024, params),
+            kernel["write_lists"].bind((self.list_blocks,), threads, params),
         ]
 
     def _bind_quantise(self) -> kernels.Launch:
@@ -221,8 +232,6 @@ class PageKernels(_Lists):
     """Chunk by chunk: partial outputs of all its rows, then their reduction."""
 
     def attention(self, chunk: int) -> None:
-        if chunk == 0:
-            self._quantise()
         self._partials[chunk]()
 
     def reduction(self, chunk: int) -> None:
@@ -280,7 +289,6 @@ class StreamKernels(_Lists):
 
     def stream(self) -> None:
         """Attention and reduction of every chunk."""
-        self._quantise()
         self._stream()
 
     @property
@@ -320,7 +328,7 @@ class StreamKernels(_Lists):
             segments=self._segments,
         )
         kernel = kernels.get(_STREAM, "page_union_stream", shared=_SHARED_BYTES)
-        grid = self._blocks() if self._metadata else 0
+        grid = self._blocks() if self._lists else 0
         self._stream = kernel.bind((grid,), 128, self._key_map(), params)
 
 

@@ -80,6 +80,10 @@ def on_cpu(programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "tensor_map", tensor_map)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    lane = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: lane)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: lane)
+    monkeypatch.setattr(torch.cuda, "stream", lambda chosen: nullcontext())
     small = SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
 
@@ -142,6 +146,16 @@ def test_the_stream_and_every_chunking_write_the_same_bits(on_cpu, name):
     call = call_of(name)
     out = streamed(call).out
     assert torch.equal(out, whole(call, max(1, call.total_q), tiles_per_load=1).out)
+
+
+def test_a_block_that_falls_far_behind_keeps_its_place_in_the_ring(on_cpu):
+    """Fourteen chunks of one page a row: blocks run ahead of a slow one as far as the protocol lets them."""
+    call = make_call(6, (440,), (300,))
+    call.topk[:, :, 1:] = -1
+    wanted = whole(call, 440).out
+    assert compare(wanted, attend(call)).rel_l2 <= FAST
+    for _ in range(2):
+        assert torch.equal(streamed(call).out, wanted)
 
 
 def test_a_query_that_is_nan_spoils_no_other_row(on_cpu):
