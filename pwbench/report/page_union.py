@@ -158,7 +158,8 @@ class Study:
         table = Table(
             "Hybrid",
             ["capture", "better pure design, us", "hybrid with a reduction, us", "gain",
-             "hybrid folded into the walk, us", "gain", "entries moved", "most popular page moved"],
+             "hybrid folded into the walk, us", "gain", "entries moved", "most popular page moved",
+             "stream, us"],
             text=(0, 7),
         )  # fmt: skip
         for one in [*self._worth_showing(), *self.sweep]:
@@ -172,6 +173,7 @@ class Study:
                 percent(folded.gain),
                 percent(folded.moved_entries),
                 "yes" if folded.most_popular_moved else "no",
+                f"{one.predicted[2].us:.0f}",
             ])  # fmt: skip
         return table
 
