@@ -180,11 +180,8 @@ def roofline(
         "launch": (rates.launch_us if mode == "graph" else rates.launch_eager_us) or 0.0,
     }
     term = max(terms, key=lambda name: terms[name])
-    floor = max(
-        us(counters["useful_flops"], PEAK.fp8),
-        us(exponentials, PEAK.exp2),
-        us(cold_bytes, PEAK.hbm),
-    )
+    # No exponentials here: a kernel may compute them on other units.
+    floor = max(us(counters["useful_flops"], PEAK.fp8), us(cold_bytes, PEAK.hbm))
     label = term if ceilings.source == "measured" else f"{term} ({ceilings.source})"
     return Roofline(terms[term], label, terms, floor)
 
