@@ -169,8 +169,9 @@ class _Bench:
         if not ready:
             self.observer.advance(len(checked) * samples)
         floor = _floor(timings, baseline)
+        disturbances = self._disturbances()
         for timed in timings.values():
-            timed.throttle = "; ".join(filter(None, [timed.throttle, *self._disturbances()]))
+            timed.throttle = "; ".join(filter(None, [timed.throttle, *disturbances]))
         return [self._row(name, one, timings.get(name), mode, l2, floor) for name, one in checked.items()]
 
     def _row(
