@@ -1,8 +1,5 @@
 // Consumers at precision `accurate`: Q and P as hi + lo pairs of e4m3, scores in f32, an exact running
 // maximum, and each page's P V promoted to f32 before it is added.
-//
-// This page's P V and the next page's Q K^T are issued together: the sum is promoted while the scores
-// are computed.
 #pragma once
 
 /// A warp's 16 rows so far.
@@ -49,9 +46,7 @@ __device__ __forceinline__ void exponentiate(Rows& rows, float (&scores)[SCORES]
     }
 #pragma unroll
     for (int at = 0; at < 16; ++at) {
-        high[at] = pack_probabilities(scores, at / 4, at % 2, at / 2 % 2);
-        subtract_packed(scores, high[at], at / 4, at % 2, at / 2 % 2);
-        low[at] = pack_probabilities(scores, at / 4, at % 2, at / 2 % 2);
+        split_probabilities(scores, at / 4, at % 2, at / 2 % 2, high[at], low[at]);
     }
 }
 
@@ -64,76 +59,49 @@ __device__ __forceinline__ void multiply_values(float (&product)[SCORES], const 
     for (int s = 0; s < 4; ++s) wgmma_m64n128k32_rs(product, high + 4 * s, values + 2 * s, 1);
 }
 
-__device__ __forceinline__ uint64_t keys_of(const Shared& shared, const Page& page) {
-    return swizzle128_descriptor(smem_address(shared.stage(page.stage())));
-}
-
-/// Pages of one task for one tile, from `page` to the first one that lies too far ahead to hold
-/// `page` meanwhile, which is left in `page`.
-__device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Walk& walk, Page& page, uint64_t tile,
-                                           int seen) {
-    const int warp = (threadIdx.x & 127) / 32;
+/// One page for one tile.
+__device__ __forceinline__ void attend_page(const Shared& shared, Rows& rows, const Page& page, uint64_t tile, int seen) {
+    const uint64_t keys = swizzle128_descriptor(smem_address(shared.stage(page.stage)));
     float scores[SCORES], product[SCORES], correction[2];
     uint32_t high[16], low[16];
-
     wait_page(shared, page);
     wgmma_fence();
-    multiply_keys<true>(scores, tile, tile + TILE_BYTES / 16, keys_of(shared, page));
+    multiply_keys<true>(scores, tile, tile + TILE_BYTES / 16, keys);
     wgmma_commit_group();
-    Page after = walk.next();
     wgmma_wait_group<0>();
     pin(scores);
-    bool more = true;
-    while (more) {
-        const bool live = (page.members >> warp) & 1;
-        if (live) {
-            exponentiate(rows, scores, seen - page.logical * PAGE, correction, high, low);
-        } else {
+    const bool live = (page.members >> ((threadIdx.x & 127) / 32)) & 1;
+    if (live) {
+        exponentiate(rows, scores, seen - page.logical * PAGE, correction, high, low);
+    } else {
 #pragma unroll
-            for (int at = 0; at < 16; ++at) high[at] = low[at] = 0;
-        }
-        // NOTE: no branch around a product: at the end of the run this multiplies the page's keys again.
-        more = may_hold(page, after);
-        if (more) wait_page(shared, after);
-        const uint64_t ahead = keys_of(shared, more ? after : page);
-        wgmma_fence();
-        multiply_values(product, high, low, keys_of(shared, page) + KEYS_BYTES / 16);
-        wgmma_commit_group();
-        multiply_keys<true>(scores, tile, tile + TILE_BYTES / 16, ahead);
-        wgmma_commit_group();
-        const Page later = more ? walk.next() : after;
-        wgmma_wait_group<1>();
-        pin(product);
-        if (live) {
+        for (int at = 0; at < 16; ++at) high[at] = low[at] = 0;
+    }
+    wgmma_fence();
+    multiply_values(product, high, low, keys + KEYS_BYTES / 16);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    pin(product);
+    release_page(shared, page);
+    if (live) {
 #pragma unroll
-            for (int at = 0; at < SCORES; ++at) rows.o[at] = fmaf(rows.o[at], correction[at / 2 % 2], product[at]);
-        }
-        wgmma_wait_group<0>();
-        pin(scores);
-        release_page(shared, page);
-        page = after;
-        after = later;
+        for (int at = 0; at < SCORES; ++at) rows.o[at] = fmaf(rows.o[at], correction[at / 2 % 2], product[at]);
     }
 }
 
 /// One consumer warpgroup: its tile of every task.
 __device__ __forceinline__ void consume(const Shared& shared, const AttentionParams& params, int group) {
-    const int warp = (threadIdx.x & 127) / 32;
-    uint32_t fill = 0;
-    for (int n = 0;; ++n) {
-        const TaskRecord* task = wait_task(shared, n);
-        if (task->queries < 0) return;
-        const int pages = task->pages, head = task->kv_head;
-        const SlotRecord slot = task->slots[group * TILE_QUERIES + warp];
-        Walk walk = begin_walk(shared, n, pages, group, fill);
-        fill += pages;
-        wait_queries(shared, params, task, n, group);
+    Walk walk{shared, params, group};
+    Page page = walk.next();
+    while (page.members != 0) {
+        const int n = page.task, buffer = n % Q_BUFFERS;
+        wait_queries(shared, params, n, group);
+        const Owner owner = owner_of(shared, n, group);
+        const uint64_t tile = swizzle128_descriptor(smem_address(shared.q_tile(buffer, group)));
         Rows rows;
-        reset(rows, shared.row_factor(n % Q_BUFFERS, group));
-        const uint64_t tile = swizzle128_descriptor(smem_address(shared.q_tile(n % Q_BUFFERS, group)));
-        for (Page page = walk.next(); page.members != 0;) attend_run(shared, rows, walk, page, tile, slot.visible);
+        reset(rows, shared.row_factor(buffer, group));
+        for (; page.task == n; page = walk.next()) attend_page(shared, rows, page, tile, owner.seen);
         release_task(shared, n);
-        if (slot.query >= 0)
-            store_query(params, rows.o, {row_sum(rows.denominator[0]), row_sum(rows.denominator[1])}, slot.query, head);
+        store_query(params, rows.o, {row_sum(rows.denominator[0]), row_sum(rows.denominator[1])}, owner);
     }
 }

@@ -1,18 +1,29 @@
-// Scores as packed f16: the tile arithmetic of the `fast` precision. An f16 accumulator takes half the
-// registers of an f32 one at the same rate, so that two pages' scores fit beside the output and the
-// tensor core works on one page while the softmax works on the other.
+// Scores as packed f16 and probabilities as e4m3 codes: the tile arithmetic of the `fast` precision.
+//
+// An f16 accumulator takes half the registers of an f32 one at the same rate. And an e4m3 number needs
+// no exponential: its eight bits, exponent above mantissa, *are* 8 * (log2 p + 7), read as straight
+// lines between powers of two. So one packed fma makes two probabilities, rounded to a code in the low
+// byte of an f16 between 1024 and 2048, where one unit in the last place is one. The straight lines err
+// by up to 6 % of p and 2 % rms once normalised, beside e4m3's own rounding of 2.6 %; the denominator
+// sums the same codes.
 //
 // Fragment: register 2j + i of lane 4r + t holds row r + 8i, columns 8j + 2t (low half) and 8j + 2t + 1.
 #pragma once
 
 #include "tile.cuh"
 
-constexpr int HALF_SCORES = 32;             // registers of a 64 x 128 f16 product
-constexpr float PROBABILITY_BITS = 6;       // p = 2^6 at a row's reference, so that e4m3 keeps small ones
-constexpr float OVERFLOW_BITS = 8.5f;       // above it e4m3 would saturate at 448: move the reference first
-constexpr float UNSEEN_OFFSET = 30000;      // of a row that has met no page: its first one always overflows
+constexpr int HALF_SCORES = 32;      // registers of a 64 x 128 f16 product
+constexpr int CODES = 8;             // e4m3 codes to a factor of two
+constexpr int CODE_OF_ONE = 56;
+constexpr int REFERENCE_BITS = 6;    // p = 2^6 at a row's reference: small ones down to 2^-13 of it survive
+constexpr float HEADROOM = 20.5f;    // codes above the reference before 448 is near and the reference must move
+constexpr float CODE_BASE = 1024;    // f16 counts in ones from here to 2048
+constexpr float CODE_OF_REFERENCE = CODE_BASE + CODE_OF_ONE + CODES * REFERENCE_BITS;
+constexpr uint32_t F16_CODE_BASE = 0x64006400;       // 1024, twice
+constexpr uint32_t F16_CODE_OF_REFERENCE = 0x64686468;  // 1128, twice
+static_assert(CODE_OF_REFERENCE == 1128, "the packed constant says the same");
 
-/// Scale of a Q row for f16 scores, and the factor from score to base-2 logit, in both halves.
+/// Scale of a Q row for f16 scores, and codes per unit of score, twice.
 /// The row, times the mantissa of `scale_log2`, is brought into [0.5, 1): |score| < 448 * 128, which
 /// f16 holds whatever the keys are, and the factor that remains is an exact power of two.
 /// A row with NaN or infinity gets a NaN scale, so that it, and no other row, comes out as NaN.
@@ -21,14 +32,16 @@ __device__ __forceinline__ void half_score_scale(uint32_t amax, float scale_log2
     const float mantissa = __uint_as_float((bits & 0x007fffffu) | 0x3f800000u);
     const int scale_exponent = static_cast<int>(bits >> 23) - 127;
     const float largest = __uint_as_float(amax << 16) * mantissa;
-    int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 126;  // largest in [2^(e-1), 2^e)
-    exponent = max(-100, exponent);
+    const int exponent = max(-100, static_cast<int>(__float_as_uint(largest) >> 23) - 126);  // in [2^(e-1), 2^e)
     scale = amax >= 0x7f80 ? __uint_as_float(0x7fffffffu) : mantissa * __uint_as_float((127 - exponent) << 23);
-    const int power = min(15, exponent + scale_exponent);
+    const int power = min(15, exponent + scale_exponent + 3);
     // 2^power as f16: normal from 2^-14, subnormal to 2^-24, below that the logits vanish anyway
     const uint32_t half = power >= -14 ? (power + 15) << 10 : power >= -24 ? 1u << (power + 24) : 0u;
     factor = half | (half << 16);
 }
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return cvt_f32_f16(static_cast<uint16_t>(pair)); }
+__device__ __forceinline__ float high_half(uint32_t pair) { return cvt_f32_f16(static_cast<uint16_t>(pair >> 16)); }
 
 /// S = Q K^T: four products of 32 channels.
 __device__ __forceinline__ void multiply_keys(uint32_t (&scores)[HALF_SCORES], uint64_t tile, uint64_t keys) {
@@ -62,12 +75,18 @@ __device__ __forceinline__ float lane_maximum(const uint32_t (&scores)[HALF_SCOR
 #pragma unroll
     for (int j = 4; j < 16; ++j) chains[j % 4] = max_f16x2(chains[j % 4], scores[2 * j + half]);
     const uint32_t pair = max_f16x2(max_f16x2(chains[0], chains[1]), max_f16x2(chains[2], chains[3]));
-    return fmaxf(cvt_f32_f16(static_cast<uint16_t>(pair)), cvt_f32_f16(static_cast<uint16_t>(pair >> 16)));
+    return fmaxf(low_half(pair), high_half(pair));
+}
+
+/// Two scores to two probability codes in the low bytes of the halves. `negative_reference` is minus the
+/// row's reference score, twice. NaN becomes 0x7fff, whose low byte is NaN in e4m3 too.
+__device__ __forceinline__ uint32_t probability_codes(uint32_t scores, uint32_t negative_reference, uint32_t factor) {
+    const uint32_t codes = fma_f16x2(add_f16x2(scores, negative_reference), factor, F16_CODE_OF_REFERENCE);
+    return max_nan_f16x2(codes, F16_CODE_BASE);
 }
 
 /// The e4m3 A fragment register of step s: rows r + 8i, key half h (see pack_probabilities in tile.cuh).
-__device__ __forceinline__ uint32_t pack_probabilities(const uint32_t (&p)[HALF_SCORES], int s, int i, int h) {
+__device__ __forceinline__ uint32_t pack_codes(const uint32_t (&codes)[HALF_SCORES], int s, int i, int h) {
     const int j = 4 * s + 2 * h;
-    return static_cast<uint32_t>(cvt_e4m3x2_f16x2(p[2 * j + i])) |
-           (static_cast<uint32_t>(cvt_e4m3x2_f16x2(p[2 * (j + 1) + i])) << 16);
+    return __byte_perm(codes[2 * j + i], codes[2 * (j + 1) + i], 0x6420);
 }

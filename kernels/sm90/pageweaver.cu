@@ -16,7 +16,7 @@
 #endif
 
 #ifndef WARPGROUPS
-#define WARPGROUPS (ACCURATE ? 2 : 3)
+#define WARPGROUPS 2
 #endif
 
 constexpr int STAGES = ACCURATE ? 4 : 5;
@@ -25,9 +25,9 @@ constexpr int Q_BUFFERS = 2;
 constexpr int CONSUMERS = WARPGROUPS * 128;
 constexpr int THREADS = CONSUMERS + 128;
 // The service warpgroup gives registers up and the consumers take them: together no more than the launch had.
-constexpr int CONSUMER_REGISTERS = ACCURATE ? 240 : WARPGROUPS == 3 ? 152 : 224;
-constexpr int SERVICE_REGISTERS = ACCURATE ? 24 : 56;
-constexpr int QUERY_LOADS = ACCURATE ? 1 : 4;  // row pairs a query warp has in flight
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 152 : 224;
+constexpr int SERVICE_REGISTERS = 56;
+constexpr int QUERY_LOADS = 4;  // row pairs a query warp has in flight
 constexpr int QUERY_WARPS = 2;
 constexpr int Q_PARTS = ACCURATE ? 2 : 1;
 constexpr int STAGE_BYTES = 2 * KEYS_BYTES + (ACCURATE ? 0 : ONES_BYTES);
@@ -55,7 +55,7 @@ struct Shared {
     __device__ uint8_t* q_tile(int buffer, int group) const {
         return base + Q_OFFSET + (buffer * WARPGROUPS + group) * Q_PARTS * TILE_BYTES;
     }
-    /// 32 bits a row: f32 factor (accurate) or the same f16 factor twice (fast).
+    /// 32 bits a row: the factor from score to base-2 logit in f32 (accurate), or to codes in f16 twice (fast).
     __device__ uint32_t* row_factor(int buffer, int group) const {
         return reinterpret_cast<uint32_t*>(base + SCALE_OFFSET) + (buffer * WARPGROUPS + group) * TILE_ROWS;
     }

@@ -205,9 +205,16 @@ __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
     return d;
 }
 
-__device__ __forceinline__ uint32_t ex2_approx_f16x2(uint32_t a) {
+__device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
     uint32_t d;
-    asm("ex2.approx.f16x2 %0, %1;" : "=r"(d) : "r"(a));
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+/// The larger of two packed f16; NaN wins.
+__device__ __forceinline__ uint32_t max_nan_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
 
@@ -218,10 +225,10 @@ __device__ __forceinline__ uint16_t cvt_e4m3x2_f16x2(uint32_t halves) {
     return packed;
 }
 
-/// One float to f16, saturating to the largest finite number, in both halves of a register.
-__device__ __forceinline__ uint32_t cvt_f16_twice(float x) {
+/// Two floats to packed f16, `low` in the low half.
+__device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
     uint32_t packed;
-    asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(packed) : "f"(fminf(fmaxf(x, -65504.f), 65504.f)));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 

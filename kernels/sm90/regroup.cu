@@ -7,7 +7,7 @@
 
 #include "tasks.cuh"
 
-/// One group as a task, by one warp. `slots` counts who selected each local page, two pages to a word.
+/// TASK_QUERIES neighbours of the order as a task, by one warp. `slots` counts who selected each local page, two pages to a word.
 __device__ __forceinline__ void emit_task(const PrepareParams& params, const Window& window, WindowScratch& scratch,
                                           unsigned* slots, int first_slot, int task) {
     const int lane = threadIdx.x % 32;
@@ -84,11 +84,11 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
         if (searched) search(scratch, window.size);
     } else if (warp <= EMITTERS) {
         int* order = params.order + static_cast<int64_t>(window.head) * params.total_q + window.begin;
-        for (int group = warp - 1; group * GROUP < window.size; group += EMITTERS) {
-            const int first = group * GROUP, count = min(GROUP, window.size - first);
-            if (searched) mbarrier_wait(smem_address(&scratch.decided[group]), 0);
+        for (int task = warp - 1; task * TASK_QUERIES < window.size; task += EMITTERS) {
+            const int first = task * TASK_QUERIES, count = min(TASK_QUERIES, window.size - first);
+            if (searched) mbarrier_wait(smem_address(&scratch.decided[(first + count - 1) / GROUP]), 0);
             if (lane < count) order[first + lane] = window.begin + scratch.pick[first + lane];
-            if (tasks) emit_task(*tasks, window, scratch, scratch.slots[warp - 1], first, first_task + group);
+            if (tasks) emit_task(*tasks, window, scratch, scratch.slots[warp - 1], first, first_task + task);
         }
     }
 }
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4) regroup(const __grid_cons
     regroup_block(params, blockIdx.x);
 }
 
-#if WINDOW % TASK_QUERIES == 0 && GROUP == TASK_QUERIES
+#if WINDOW % TASK_QUERIES == 0 && TASK_QUERIES % GROUP == 0
 /// Search, task records and V^T images: everything ahead of attention. Windows first, the longer chain.
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
     plan_and_pack(const __grid_constant__ RegroupParams params, const __grid_constant__ PrepareParams tasks,

@@ -11,6 +11,8 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
         if (lane == 0) next = atomicAdd(params.next_task, 1);
         next = __shfl_sync(0xffffffff, next, 0);
         const bool last = next >= params.tasks;
+        // Every CTA asks once too often; the last to do so leaves the counter ready for the next launch.
+        if (lane == 0 && next == params.tasks + static_cast<int>(gridDim.x) - 1) *params.next_task = 0;
         const int task = last || !params.task_order ? next : __ldg(params.task_order + next);
         uint32_t word = lane == 1 ? 0xffffffffu : 0u, tail = 0;
         if (!last) {
@@ -70,9 +72,10 @@ __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorM
 /// Quantises the Q tiles of every task but the first, a task ahead of the consumers, with QUERY_WARPS
 /// warps. The first one nothing can hide: the consumers load it themselves, with more warps.
 __device__ __forceinline__ void stream_queries(const Shared& shared, const AttentionParams& params, int warp) {
-    for (int n = 1;; ++n) {
+    for (int n = 0;; ++n) {
         const TaskRecord* task = wait_task(shared, n);
         if (task->queries < 0) return;
+        if (n == 0) continue;
         const int buffer = n % Q_BUFFERS;
         if (n >= Q_BUFFERS) mbarrier_wait(shared.q_free(buffer), (n / Q_BUFFERS + 1) & 1);
 #pragma unroll 1

@@ -154,14 +154,18 @@ __device__ __forceinline__ uint32_t pack_probabilities(const float (&p)[SCORES],
     return cvt_e4m3x4(p[4 * j + 2 * i], p[4 * j + 2 * i + 1], p[4 * (j + 1) + 2 * i], p[4 * (j + 1) + 2 * i + 1]);
 }
 
-/// What packing lost: subtracts the packed numbers from the registers they came from.
-__device__ __forceinline__ void subtract_packed(float (&p)[SCORES], uint32_t packed, int s, int i, int h) {
-    const int j = 4 * s + 2 * h;
+/// The same fragment register as hi + lo e4m3, through f16: eleven bits, of which two e4m3 keep eight.
+__device__ __forceinline__ void split_probabilities(const float (&p)[SCORES], int s, int i, int h, uint32_t& high,
+                                                    uint32_t& low) {
+    high = low = 0;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-        const uint32_t halves = cvt_f16x2_e4m3x2(static_cast<uint16_t>(packed >> (16 * c)));
-        p[4 * (j + c) + 2 * i] -= cvt_f32_f16(static_cast<uint16_t>(halves));
-        p[4 * (j + c) + 2 * i + 1] -= cvt_f32_f16(static_cast<uint16_t>(halves >> 16));
+        const int at = 4 * (4 * s + 2 * h + c) + 2 * i;
+        const uint32_t halves = cvt_f16x2(p[at], p[at + 1]);
+        const uint16_t taken = cvt_e4m3x2_f16x2(halves);
+        const uint32_t rest = add_f16x2(halves, cvt_f16x2_e4m3x2(taken) ^ 0x80008000u);
+        high |= static_cast<uint32_t>(taken) << (16 * c);
+        low |= static_cast<uint32_t>(cvt_e4m3x2_f16x2(rest)) << (16 * c);
     }
 }
 

@@ -5,44 +5,21 @@
 /// One page of the walk. `fill` counts the pages copied by this CTA since the kernel began.
 struct Page {
     uint32_t fill;
+    int task;     // counts the tasks of this CTA
     int logical;
-    int members;  // this tile's four bits of the membership mask; 0 = there is no such page
-    __device__ int stage() const { return fill % STAGES; }
+    int members;  // this tile's four bits of the membership mask; 0 = the walk has ended
+    uint32_t stage, phase;
 };
 
-/// The pages of a task that this warpgroup's queries selected, in order. All lanes hold the same state.
-struct Walk {
-    const uint2* list;
-    uint32_t first_fill;
-    int pages, group;
-    int batch;       // first page of the 32 that `mine` holds, one a lane
-    uint32_t mine;   // logical id and membership mask
-    uint32_t live;   // lanes whose page is this tile's and still to come
-
-    __device__ __forceinline__ void load() {
-        const int at = batch + static_cast<int>(threadIdx.x & 31);
-        mine = at < pages ? list[at].y : 0;
-        live = __ballot_sync(0xffffffff, ((mine >> (16 + group * TILE_QUERIES)) & 15) != 0);
-    }
-
-    __device__ __forceinline__ Page next() {
-        while (live == 0) {
-            batch += 32;
-            if (batch >= pages) return {0, 0, 0};
-            load();
-        }
-        const int lane = __ffs(live) - 1;
-        live &= live - 1;
-        const uint32_t word = __shfl_sync(0xffffffff, mine, lane);
-        return {first_fill + batch + lane, static_cast<int>(word & 0xffff),
-                static_cast<int>((word >> (16 + group * TILE_QUERIES)) & 15)};
-    }
+/// What a warp needs of a task beside its pages.
+struct Owner {
+    int query, head, seen;
 };
 
-__device__ __forceinline__ Walk begin_walk(const Shared& shared, int n, int pages, int group, uint32_t first_fill) {
-    Walk walk{shared.page_list(n % TASK_BUFFERS), first_fill, pages, group, 0, 0, 0};
-    walk.load();
-    return walk;
+__device__ __forceinline__ Owner owner_of(const Shared& shared, int n, int group) {
+    const TaskRecord* task = shared.task(n % TASK_BUFFERS);
+    const SlotRecord slot = task->slots[group * TILE_QUERIES + (threadIdx.x & 127) / 32];
+    return {slot.query, task->kv_head, slot.visible};
 }
 
 /// Waits until a page may be read.
@@ -51,7 +28,7 @@ __device__ __forceinline__ Walk begin_walk(const Shared& shared, int n, int page
 __device__ __forceinline__ void wait_page(const Shared& shared, const Page& page) {
     while (static_cast<int>(*shared.issued() - page.fill) <= 0) {
     }
-    mbarrier_wait(shared.page_full(page.stage()), (page.fill / STAGES) & 1);
+    mbarrier_wait(shared.page_full(page.stage), page.phase);
 }
 
 /// Whether `page` may be held while `after` is waited for.
@@ -62,7 +39,7 @@ __device__ __forceinline__ bool may_hold(const Page& page, const Page& after) {
 
 /// This warp has read the page for the last time.
 __device__ __forceinline__ void release_page(const Shared& shared, const Page& page) {
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared.page_free(page.stage()));
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared.page_free(page.stage));
 }
 
 /// Barrier of one consumer warpgroup. NOTE: constants, since a run-time id would reserve all barriers.
@@ -76,11 +53,10 @@ __device__ __forceinline__ void warpgroup_sync(int group) {
 }
 
 /// Waits for the Q tile of task n; loads the first one itself (see stream_queries).
-__device__ __forceinline__ void wait_queries(const Shared& shared, const AttentionParams& params,
-                                             const TaskRecord* task, int n, int group) {
+__device__ __forceinline__ void wait_queries(const Shared& shared, const AttentionParams& params, int n, int group) {
     const int warp = (threadIdx.x & 127) / 32, buffer = n % Q_BUFFERS;
     if (n == 0) {
-        load_queries<8>(shared, params, task, group, buffer, warp * GROUP_HEADS, (warp + 1) * GROUP_HEADS);
+        load_queries<8>(shared, params, shared.task(0), group, buffer, warp * GROUP_HEADS, (warp + 1) * GROUP_HEADS);
         warpgroup_sync(group);
     } else {
         mbarrier_wait(shared.q_full(buffer), ((n - 1) / Q_BUFFERS) & 1);
@@ -99,10 +75,75 @@ __device__ __forceinline__ void release_task(const Shared& shared, int n) {
 /// Normalises and stores the 16 rows of the warp's query; `total[i]` is the denominator of row r + 8i.
 /// An empty support gives exactly zero.
 __device__ __forceinline__ void store_query(const AttentionParams& params, const float* o, const float (&total)[2],
-                                            int query, int head) {
+                                            const Owner& owner) {
+    if (owner.query < 0) return;
     const int row = (threadIdx.x & 31) / 4;
-    uint8_t* out = params.out + query * params.query_bytes + head * (GROUP_HEADS * HEAD_DIM * 2);
+    uint8_t* out = params.out + owner.query * params.query_bytes + owner.head * (GROUP_HEADS * HEAD_DIM * 2);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
         store_row(out + (row + 8 * i) * (HEAD_DIM * 2), o, i, total[i] == 0 ? 0 : params.v_scale / total[i]);
 }
+
+/// A query without any page: zeros.
+__device__ __forceinline__ void store_nothing(const AttentionParams& params, const Owner& owner) {
+    if (owner.query < 0) return;
+    uint8_t* out = params.out + owner.query * params.query_bytes + owner.head * (GROUP_HEADS * HEAD_DIM * 2);
+#pragma unroll
+    for (int at = 0; at < GROUP_HEADS * HEAD_DIM * 2; at += 32 * 16)
+        *reinterpret_cast<uint4*>(out + at + (threadIdx.x & 31) * 16) = make_uint4(0, 0, 0, 0);
+}
+
+/// The pages that this warpgroup's queries selected, task after task. All lanes hold the same state.
+/// Tasks in which it has none are finished on the way.
+struct Walk {
+    const Shared& shared;
+    const AttentionParams& params;
+    int group;
+    int task = -1;            // the task being walked
+    int pages = 0;            // of it
+    int batch = 0;            // first page of the 32 that `mine` holds, one a lane
+    uint32_t first_fill = 0;  // of the task
+    uint32_t mine = 0;        // logical id and membership mask
+    uint32_t live = 0;        // lanes whose page is this tile's and still to come
+    bool met = true;          // the task has shown a page of this tile
+
+    __device__ __forceinline__ void load() {
+        const int at = batch + static_cast<int>(threadIdx.x & 31);
+        mine = at < pages ? shared.page_list(task % TASK_BUFFERS)[at].y : 0;
+        live = __ballot_sync(0xffffffff, ((mine >> (16 + group * TILE_QUERIES)) & 15) != 0);
+    }
+
+    /// Steps to the next task; false at the end.
+    __device__ __forceinline__ bool step() {
+        if (!met) {
+            wait_queries(shared, params, task, group);  // NOTE: unread, but its phase must not be skipped
+            store_nothing(params, owner_of(shared, task, group));
+            release_task(shared, task);
+        }
+        first_fill += pages;
+        const TaskRecord* record = wait_task(shared, ++task);
+        if (record->queries < 0) return false;
+        pages = record->pages;
+        batch = 0;
+        met = false;
+        load();
+        return true;
+    }
+
+    __device__ __forceinline__ Page next() {
+        while (live == 0) {
+            batch += 32;
+            if (batch < pages)
+                load();
+            else if (!step())
+                return {0, -1, 0, 0, 0, 0};
+        }
+        met = true;
+        const int lane = __ffs(live) - 1;
+        live &= live - 1;
+        const uint32_t word = __shfl_sync(0xffffffff, mine, lane);
+        const uint32_t fill = first_fill + batch + lane;
+        return {fill,          task, static_cast<int>(word & 0xffff), static_cast<int>((word >> (16 + group * TILE_QUERIES)) & 15),
+                fill % STAGES, (fill / STAGES) & 1};
+    }
+};

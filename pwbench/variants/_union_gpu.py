@@ -77,6 +77,7 @@ def prepare(call: SparsePrefillCall, options: Options, *, name: str, order: str)
         details={
             "kernels": " ".join([design.source, *(f"{k}={v}" for k, v in design.defines.items())]),
             "window": str(walk.plan.window) if order != "original" else "",
+            "search_group": str(walk.plan.search_group) if order != "original" else "",
             "workspace_bytes": str(walk.workspace.bytes),
         },
         debug=walk.download,
@@ -121,7 +122,7 @@ class _UnionWalk:
     def __init__(self, call: SparsePrefillCall, design: Design, window: int, *, regrouped: bool) -> None:
         self.call = call
         self.design = design
-        self.plan = Plan.of(call, design.queries, window)
+        self.plan = Plan.of(call, design, window)
         self.workspace = Workspace.allocate(self.plan, call.device)
         self.out = torch.empty_like(call.q)
         self._multiprocessors = torch.cuda.get_device_properties(call.device).multi_processor_count
@@ -158,7 +159,12 @@ class _UnionWalk:
         self, lists: np.ndarray, values: np.ndarray, packers: int, fused: dict[str, int]
     ) -> None:
         plan, search = self.plan, self._regroup_params()
-        defines = {"GROUP": plan.queries, "WINDOW": plan.window, **fused}
+        defines = {
+            "GROUP": plan.search_group,
+            "TASK_QUERIES": plan.queries,
+            "WINDOW": plan.window,
+            **fused,
+        }
 
         def regroup(entry: str) -> Kernel:
             return kernels.get("regroup.cu", entry, defines, shared=plan.regroup_shared)

@@ -44,6 +44,7 @@ class Design:
         source: file with the entry ``attention(keys, params)``. It declares the dynamic shared memory
             it needs as the constant ``shared_bytes``.
         queries: execution slots of a task, at most 16.
+        search_group: queries the search puts together, a divisor of ``queries``; None = as many.
         threads: of a block.
         cluster: blocks of a cluster; the source fixes it with ``__cluster_dims__``.
         persistent: as many blocks as fit the machine, which take tasks from a counter, longest first;
@@ -58,6 +59,7 @@ class Design:
     queries: int
     threads: int
     cluster: int = 1
+    search_group: int | None = None
     persistent: bool = False
     gate: float = 0.0
     bitmap_search: bool = False
@@ -71,8 +73,10 @@ DESIGNS: dict[str, dict[str, Design]] = {
         "accurate": Design("union8.cu", queries=8, threads=256, cluster=2, defines={"ACCURATE": 1}),
     },
     "pageweaver": {
-        "fast": Design("pageweaver.cu", queries=12, threads=512, persistent=True),
-        "accurate": Design("pageweaver.cu", queries=8, threads=384, persistent=True, defines={"ACCURATE": 1}),
+        "fast": Design("pageweaver.cu", queries=8, threads=384, search_group=4, persistent=True),
+        "accurate": Design(
+            "pageweaver.cu", queries=8, threads=384, search_group=4, persistent=True, defines={"ACCURATE": 1}
+        ),
     },
 }
 """Attention kernel by the first part of the variant's name and precision."""
@@ -84,6 +88,7 @@ class Plan:
 
     Attributes:
         queries: slots of a task.
+        search_group: slots that the search fills together.
         window: query rows of a search window, a multiple of ``queries`` so that groups fill tasks.
         tasks_per_head, windows_per_head: bounds; request boundaries are only known on the device.
         images: V^T images, one for each row of the cache and KV head.
@@ -95,10 +100,11 @@ class Plan:
     max_pages: int
     pool_pages: int
     queries: int
+    search_group: int
     window: int
 
     @classmethod
-    def of(cls, call: SparsePrefillCall, queries: int, window: int) -> Plan:
+    def of(cls, call: SparsePrefillCall, design: Design, window: int) -> Plan:
         """Raises:
         VariantUnavailable: the page table is wider than a page record's logical id.
         """
@@ -113,8 +119,9 @@ class Plan:
             kv_heads=call.kv_heads,
             max_pages=max_pages,
             pool_pages=call.k.shape[0],
-            queries=queries,
-            window=max(window - window % queries, queries),
+            queries=design.queries,
+            search_group=design.search_group or design.queries,
+            window=max(window - window % design.queries, design.queries),
         )
 
     @property
@@ -167,7 +174,7 @@ class Plan:
     def regroup_shared(self) -> int:
         """Dynamic shared memory of `regroup` (WindowScratch, then the bitmap), never less than a V image."""
         columns = 64 if self.window <= 64 else 128
-        groups = -(-self.window // self.queries)
+        groups = -(-self.window // self.search_group)
         return max(columns * (256 + 168) + 64 + 8 * groups + self._bitmap_bytes, IMAGE_BYTES)
 
 
