@@ -69,8 +69,8 @@ class Design:
 
 DESIGNS: dict[str, dict[str, Design]] = {
     "union8": {
-        "fast": Design("union8.cu", queries=8, threads=256, cluster=2),
-        "accurate": Design("union8.cu", queries=8, threads=256, cluster=2, defines={"ACCURATE": 1}),
+        "fast": Design("union8.cu", queries=8, threads=128, cluster=2),
+        "accurate": Design("union8.cu", queries=8, threads=128, cluster=2, defines={"ACCURATE": 1}),
     },
     "pageweaver": {
         "fast": Design("pageweaver.cu", queries=8, threads=384, search_group=4, persistent=True),
