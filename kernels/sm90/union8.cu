@@ -31,17 +31,6 @@ static_assert(CTAS_PER_SM * (SHARED_BYTES + 1024) <= 228 * 1024, "CTAs that a mu
 
 extern "C" __constant__ int shared_bytes = SHARED_BYTES;
 
-/// Whether the phase of `parity` has completed.
-__device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
 struct Shared {
     uint32_t base;  // address
     __device__ uint32_t slot(int s) const { return base + s * SLOT_BYTES; }
