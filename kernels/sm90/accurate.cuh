@@ -60,17 +60,18 @@ __device__ __forceinline__ void multiply_values(float (&product)[SCORES], const 
 }
 
 /// One page for one tile.
-__device__ __forceinline__ void attend_page(const Shared& shared, Rows& rows, const Page& page, uint64_t tile, int seen) {
+__device__ __forceinline__ void attend_page(const Shared& shared, Rows& rows, const Page& page, uint32_t& issued,
+                                            uint64_t tile, int warp, int seen) {
     const uint64_t keys = swizzle128_descriptor(smem_address(shared.stage(page.stage)));
     float scores[SCORES], product[SCORES], correction[2];
     uint32_t high[16], low[16];
-    wait_page(shared, page);
+    wait_page(shared, issued, page);
     wgmma_fence();
     multiply_keys<true>(scores, tile, tile + TILE_BYTES / 16, keys);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(scores);
-    const bool live = (page.members >> ((threadIdx.x & 127) / 32)) & 1;
+    const bool live = (page.members >> warp) & 1;
     if (live) {
         exponentiate(rows, scores, seen - page.logical * PAGE, correction, high, low);
     } else {
@@ -91,6 +92,8 @@ __device__ __forceinline__ void attend_page(const Shared& shared, Rows& rows, co
 
 /// One consumer warpgroup: its tile of every task.
 __device__ __forceinline__ void consume(const Shared& shared, const AttentionParams& params, int group) {
+    const int warp = uniform((threadIdx.x & 127) / 32);
+    uint32_t issued = 0;
     Walk walk{shared, params, group};
     Page page = walk.next();
     while (page.members != 0) {
@@ -100,7 +103,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const AttentionPar
         const uint64_t tile = swizzle128_descriptor(smem_address(shared.q_tile(buffer, group)));
         Rows rows;
         reset(rows, shared.row_factor(buffer, group));
-        for (; page.task == n; page = walk.next()) attend_page(shared, rows, page, tile, owner.seen);
+        for (; page.task == n; page = walk.next()) attend_page(shared, rows, page, issued, tile, warp, owner.seen);
         release_task(shared, n);
         store_query(params, rows.o, {row_sum(rows.denominator[0]), row_sum(rows.denominator[1])}, owner);
     }

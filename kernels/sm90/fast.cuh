@@ -21,7 +21,7 @@ __device__ __forceinline__ void clear(Rows& rows) {
     for (float& o : rows.o) o = 0;
 }
 
-/// Takes up a task's rows; their sums are cleared apart, when those of the task before are stored.
+/// Takes up a task's rows.
 __device__ __forceinline__ void begin_rows(Rows& rows, const uint32_t* row_factor) {
     const int row = (threadIdx.x & 127) / 32 * GROUP_HEADS + (threadIdx.x & 31) / 4;
 #pragma unroll
@@ -31,11 +31,21 @@ __device__ __forceinline__ void begin_rows(Rows& rows, const uint32_t* row_facto
     }
 }
 
-/// Scores to probability codes, in place. Returns whether a reference moved; then `correction` is what
-/// the sums of rows r and r + 8 must be scaled by before this page is added.
-__device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF_SCORES], int visible,
-                                             float (&correction)[2]) {
+__device__ __forceinline__ void make_codes(const Rows& rows, const uint32_t (&scores)[HALF_SCORES],
+                                           uint32_t (&codes)[HALF_SCORES]) {
+#pragma unroll
+    for (int at = 0; at < HALF_SCORES; ++at)
+        codes[at] = probability_codes(scores[at], rows.negative_reference[at % 2], rows.factor[at % 2]);
+}
+
+/// Scores to probability codes. Returns whether a reference moved; then `correction` is what the sums of
+/// rows r and r + 8 must be scaled by before this page is added.
+/// The codes are made before it is known whether they fit, so that the two chains overlap; a moved
+/// reference makes them again.
+__device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF_SCORES],
+                                             uint32_t (&codes)[HALF_SCORES], int visible, float (&correction)[2]) {
     if (visible < PAGE) mask_scores(scores, visible);
+    make_codes(rows, scores, codes);
     float maximum[2];
     bool within = true;
 #pragma unroll
@@ -53,10 +63,8 @@ __device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF
             correction[i] =
                 before == before ? ex2_approx((before - reference) * low_half(rows.factor[i]) * (1.f / CODES)) : 0.f;
         }
+        make_codes(rows, scores, codes);
     }
-#pragma unroll
-    for (int at = 0; at < HALF_SCORES; ++at)
-        scores[at] = probability_codes(scores[at], rows.negative_reference[at % 2], rows.factor[at % 2]);
     return moved;
 }
 
@@ -82,96 +90,74 @@ __device__ __forceinline__ uint64_t keys_of(const Shared& shared, const Page& pa
     return swizzle128_descriptor(smem_address(shared.stage(page.stage)));
 }
 
-__device__ __forceinline__ void finish_task(const Shared& shared, const AttentionParams& params, const Rows& rows,
-                                            const Owner& owner, int n) {
-    release_task(shared, n);
-    store_query(params, rows.o, {rows.o[SCORES], rows.o[SCORES + 2]}, owner);
-}
-
-/// One consumer warpgroup: its tile of every task. The next page may belong to the next task: a task
-/// ends in the shadow of the next one's first product.
-__device__ __forceinline__ void consume(const Shared& shared, const AttentionParams& params, int group) {
-    const int warp = (threadIdx.x & 127) / 32;
-    const auto tile_of = [&](int n) { return swizzle128_descriptor(smem_address(shared.q_tile(n % Q_BUFFERS, group))); };
-    Walk walk{shared, params, group};
-    Page page = walk.next();
-    Rows rows;
-    Owner owner;
-    uint64_t tile;
-    uint32_t scores[HALF_SCORES], packed[16];
+/// Pages of one task for one tile, from `page` to the first one of another task, or too far ahead to
+/// hold `page` meanwhile, which is left in `page`.
+__device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Walk& walk, Page& page, uint32_t& issued,
+                                           uint64_t tile, int warp, int seen) {
+    uint32_t scores[HALF_SCORES], codes[HALF_SCORES], packed[16];
     float correction[2];
-    int begun = -1;  // the task that `rows` and `owner` belong to
 
-    while (page.members != 0) {  // a run: pages near enough to be held while the next one is waited for
-        if (page.task != begun) {
-            begun = page.task;
-            wait_queries(shared, params, begun, group);
-            owner = owner_of(shared, begun, group);
-            tile = tile_of(begun);
-            begin_rows(rows, shared.row_factor(begun % Q_BUFFERS, group));
-            clear(rows);
-        }
-        wait_page(shared, page);
+    wait_page(shared, issued, page);
+    wgmma_fence();
+    multiply_keys(scores, tile, keys_of(shared, page));
+    wgmma_commit_group();
+    Page after = walk.next();
+    wgmma_wait_group<0>();
+    pin(scores);
+    bool live = (page.members >> warp) & 1, moved = false;
+    if (live) moved = exponentiate(rows, scores, codes, seen - page.logical * PAGE, correction);
+    if (moved) rescale(rows, correction);
+    pack_page(packed, codes, live);
+
+    while (may_hold(page, after)) {
+        const uint64_t values = keys_of(shared, page) + KEYS_BYTES / 16;
+        wait_page(shared, issued, after);
         wgmma_fence();
-        multiply_keys(scores, tile, keys_of(shared, page));
+        multiply_keys(scores, tile, keys_of(shared, after));
         wgmma_commit_group();
-        Page after = walk.next();
-        wgmma_wait_group<0>();
+        multiply_values(rows, packed, values);
+        wgmma_commit_group();
+        const Page later = walk.next();
+        wgmma_wait_group<1>();
         pin(scores);
-        bool live = (page.members >> warp) & 1, moved = false;
-        if (live) moved = exponentiate(rows, scores, owner.seen - page.logical * PAGE, correction);
-        if (moved) rescale(rows, correction);
-        pack_page(packed, scores, live);
 
-        while (may_hold(page, after)) {
-            const bool ends = after.task != page.task;
-            if (ends) {
-                wait_queries(shared, params, after.task, group);
-                tile = tile_of(after.task);
-            }
-            wait_page(shared, after);
-            wgmma_fence();
-            multiply_keys(scores, tile, keys_of(shared, after));
-            wgmma_commit_group();
-            multiply_values(rows, packed, keys_of(shared, page) + KEYS_BYTES / 16);
-            wgmma_commit_group();
-            const Page later = walk.next();
-            Owner next = owner;
-            if (ends) {
-                next = owner_of(shared, after.task, group);
-                begin_rows(rows, shared.row_factor(after.task % Q_BUFFERS, group));
-            }
-            wgmma_wait_group<1>();
-            pin(scores);
+        live = (after.members >> warp) & 1;
+        moved = false;
+        if (live) moved = exponentiate(rows, scores, codes, seen - after.logical * PAGE, correction);
 
-            live = (after.members >> warp) & 1;
-            moved = false;
-            if (live) moved = exponentiate(rows, scores, next.seen - after.logical * PAGE, correction);
-
-            wgmma_wait_group<0>();
-            pin(rows.o);
-            release_page(shared, page);
-            if (ends) {
-                finish_task(shared, params, rows, owner, page.task);
-                owner = next;
-                begun = after.task;
-            }
-            // NOTE: one place touches the sums between products; with two, ptxas serialises (C7520).
-            if (moved || ends) {
-#pragma unroll
-                for (int at = 0; at < CHAINED; ++at) rows.o[at] = ends ? 0.f : rows.o[at] * correction[at / 2 % 2];
-            }
-            pack_page(packed, scores, live);
-            page = after;
-            after = later;
-        }
-        wgmma_fence();
-        multiply_values(rows, packed, keys_of(shared, page) + KEYS_BYTES / 16);
-        wgmma_commit_group();
         wgmma_wait_group<0>();
         pin(rows.o);
         release_page(shared, page);
-        if (after.task != page.task) finish_task(shared, params, rows, owner, page.task);
+        if (moved) rescale(rows, correction);
+        pack_page(packed, codes, live);
         page = after;
+        after = later;
+    }
+    wgmma_fence();
+    multiply_values(rows, packed, keys_of(shared, page) + KEYS_BYTES / 16);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    pin(rows.o);
+    release_page(shared, page);
+    page = after;
+}
+
+/// One consumer warpgroup: its tile of every task.
+__device__ __forceinline__ void consume(const Shared& shared, const AttentionParams& params, int group) {
+    const int warp = uniform((threadIdx.x & 127) / 32);
+    uint32_t issued = 0;
+    Walk walk{shared, params, group};
+    Page page = walk.next();
+    while (page.members != 0) {
+        const int n = page.task, buffer = n % Q_BUFFERS;
+        wait_queries(shared, params, n, group);
+        const Owner owner = owner_of(shared, n, group);
+        const uint64_t tile = swizzle128_descriptor(smem_address(shared.q_tile(buffer, group)));
+        Rows rows;
+        begin_rows(rows, shared.row_factor(buffer, group));
+        clear(rows);
+        while (page.task == n) attend_run(shared, rows, walk, page, issued, tile, warp, owner.seen);
+        release_task(shared, n);
+        store_query(params, rows.o, {rows.o[SCORES], rows.o[SCORES + 2]}, owner);
     }
 }

@@ -35,7 +35,7 @@ constexpr int SELECTION_BLOCKS = TOPK / 4;  // of pack_selected_block, for each 
 /// The two NaN of e4m3, 0x7F and 0xFF, replaced by zero in four bytes at once.
 __device__ __forceinline__ unsigned without_nan(unsigned bytes) {
     const unsigned carry = (bytes & 0x7f7f7f7fu) + 0x01010101u;  // bit 7 of each byte: its low seven bits were all ones
-    return bytes & ~__byte_perm(carry, 0, 0xba98);               // 0xba98 spreads those bits over their bytes
+    return bytes & ~((carry >> 7 & 0x01010101u) * 0xffu);        // NOTE: __byte_perm does not spread sign bits, PRMT does
 }
 
 /// One page of one head. A warp takes 16 tokens, a lane four channels of them: loads are whole 128-byte

@@ -115,14 +115,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fence_proxy_async_shared();
 #endif
     __syncthreads();
+#ifdef PROGRAMMATIC
+    griddepcontrol_wait();  // the metadata kernels may still run: nothing of theirs was read so far
+#endif
 
-    const int group = threadIdx.x / 128;
+    const int group = uniform(threadIdx.x / 128);
     if (group < WARPGROUPS) {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         consume(shared, params, group);
     } else {
         setmaxnreg_dec<SERVICE_REGISTERS>();
-        const int warp = (threadIdx.x - CONSUMERS) / 32;
+        const int warp = uniform((threadIdx.x - CONSUMERS) / 32);
         if (warp == 0)
             stream_pages(shared, keys, params);
         else if (warp == 1)

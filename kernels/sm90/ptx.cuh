@@ -20,6 +20,10 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+/// The same value, which the compiler now knows to be one for the warp: branches on it need no
+/// reconvergence, and descriptors made of it live in uniform registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffff, value, 0); }
+
 // Barriers ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {

@@ -190,6 +190,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
             const int visible = seen - static_cast<int>(word & 0xffff) * PAGE;
             attend_page(rows, tile, swizzle128_descriptor(shared.slot(s)), live, visible, beside);
         }
+        __syncwarp();  // NOTE: a lane still waiting for the page could be overtaken by the next phase
         if ((threadIdx.x & 31) == 0) mbarrier_arrive_cluster(shared.empty(s), page % CTAS);
         beside();
     }

@@ -22,19 +22,18 @@ __device__ __forceinline__ Owner owner_of(const Shared& shared, int n, int group
     return {slot.query, task->kv_head, slot.visible};
 }
 
-/// Waits until a page may be read.
-/// NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some. The count of
-/// copies begun proves that the stage's earlier phase is over: only then is the parity unambiguous.
-__device__ __forceinline__ void wait_page(const Shared& shared, const Page& page) {
-    while (static_cast<int>(*shared.issued() - page.fill) <= 0) {
-    }
+/// Waits until a page may be read. `issued` is how many copies this warp knows to have begun.
+/// NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some. That the page's own
+/// copy has begun proves the stage's earlier phase over: only then is the parity unambiguous.
+__device__ __forceinline__ void wait_page(const Shared& shared, uint32_t& issued, const Page& page) {
+    while (static_cast<int>(issued - page.fill) <= 0) issued = uniform(*shared.issued());
     mbarrier_wait(shared.page_full(page.stage), page.phase);
 }
 
 /// Whether `page` may be held while `after` is waited for.
 /// NOTE: a page STAGES or more fills ahead needs a stage at or behind this one: holding it would wait forever.
 __device__ __forceinline__ bool may_hold(const Page& page, const Page& after) {
-    return after.members != 0 && after.fill - page.fill < STAGES;
+    return after.task == page.task && after.fill - page.fill < STAGES;
 }
 
 /// This warp has read the page for the last time.
@@ -131,7 +130,7 @@ struct Walk {
     }
 
     __device__ __forceinline__ Page next() {
-        while (live == 0) {
+        while (uniform(live) == 0) {
             batch += 32;
             if (batch < pages)
                 load();
@@ -141,9 +140,9 @@ struct Walk {
         met = true;
         const int lane = __ffs(live) - 1;
         live &= live - 1;
-        const uint32_t word = __shfl_sync(0xffffffff, mine, lane);
-        const uint32_t fill = first_fill + batch + lane;
-        return {fill,          task, static_cast<int>(word & 0xffff), static_cast<int>((word >> (16 + group * TILE_QUERIES)) & 15),
-                fill % STAGES, (fill / STAGES) & 1};
+        const uint32_t word = uniform(__shfl_sync(0xffffffff, mine, lane));
+        const uint32_t fill = uniform(first_fill + batch + lane);
+        const int members = (word >> (16 + group * TILE_QUERIES)) & 15;
+        return {fill, task, static_cast<int>(word & 0xffff), members, fill % STAGES, (fill / STAGES) & 1};
     }
 };
