@@ -135,11 +135,21 @@ __device__ __forceinline__ void begin_rows(Rows& rows, const uint32_t* row_facto
     }
 }
 
-/// Scores to probability codes, in place. Returns whether a reference moved; then `correction` is what
-/// the sums of rows r and r + 8 must be scaled by before this page is added.
-__device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF_SCORES], int visible,
-                                             float (&correction)[2]) {
+__device__ __forceinline__ void make_codes(const Rows& rows, const uint32_t (&scores)[HALF_SCORES],
+                                           uint32_t (&codes)[HALF_SCORES]) {
+#pragma unroll
+    for (int at = 0; at < HALF_SCORES; ++at)
+        codes[at] = probability_codes(scores[at], rows.negative_reference[at % 2], rows.factor[at % 2]);
+}
+
+/// Scores to probability codes. Returns whether a reference moved; then `correction` is what the sums of
+/// rows r and r + 8 must be scaled by before this page is added.
+/// The codes are made before it is known whether they fit, so that the two chains overlap; a moved
+/// reference makes them again.
+__device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF_SCORES],
+                                             uint32_t (&codes)[HALF_SCORES], int visible, float (&correction)[2]) {
     if (visible < PAGE) mask_scores(scores, visible);
+    make_codes(rows, scores, codes);
     float maximum[2];
     bool within = true;
 #pragma unroll
@@ -157,10 +167,8 @@ __device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF
             correction[i] =
                 before == before ? ex2_approx((before - reference) * low_half(rows.factor[i]) * (1.f / CODES)) : 0.f;
         }
+        make_codes(rows, scores, codes);
     }
-#pragma unroll
-    for (int at = 0; at < HALF_SCORES; ++at)
-        scores[at] = probability_codes(scores[at], rows.negative_reference[at % 2], rows.factor[at % 2]);
     return moved;
 }
 

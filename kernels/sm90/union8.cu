@@ -93,7 +93,7 @@ __device__ __forceinline__ void attend_page(Rows& rows, uint64_t tile, uint64_t 
     pin(product);
     if (live) accumulate(rows, product, correction);
 #else
-    uint32_t scores[HALF_SCORES], packed[16];
+    uint32_t scores[HALF_SCORES], codes[HALF_SCORES], packed[16];
     wgmma_fence();
     multiply_keys(scores, tile, keys);
     wgmma_commit_group();
@@ -101,9 +101,9 @@ __device__ __forceinline__ void attend_page(Rows& rows, uint64_t tile, uint64_t 
     wgmma_wait_group<0>();
     pin(scores);
     bool moved = false;
-    if (live) moved = exponentiate(rows, scores, visible, correction);
+    if (live) moved = exponentiate(rows, scores, codes, visible, correction);
     if (moved) rescale(rows, correction);
-    pack_page(packed, scores, live);
+    pack_page(packed, codes, live);
     wgmma_fence();
     multiply_values(rows, packed, values);
     wgmma_commit_group();
@@ -118,7 +118,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     // NOTE: no room to round the base up: three CTAs fill the multiprocessor. It is checked instead.
     extern __shared__ __align__(1024) uint8_t dynamic[];
     const Shared shared{smem_address(dynamic)};
-    const int rank = cluster_ctarank(), warp = threadIdx.x / 32;
+    const int rank = cluster_ctarank(), warp = uniform(threadIdx.x / 32);
     if (threadIdx.x == 0) {
         if (shared.base % 1024 != 0) __trap();
         prefetch_tensormap(&keys);
@@ -135,7 +135,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     const int cluster = blockIdx.x / CTAS;
     const int task = params.task_order ? __ldg(params.task_order + cluster) : cluster;
     const TaskRecord* record = params.task_records + task;
-    const int pages = __ldg(&record->pages), head = __ldg(&record->kv_head);
+    const int pages = uniform(__ldg(&record->pages)), head = __ldg(&record->kv_head);
     const int query = __ldg(&record->slots[rank * TILE_QUERIES + warp].query);
     const int seen = __ldg(&record->slots[rank * TILE_QUERIES + warp].visible);
     const PageRecord* list = params.page_records + static_cast<int64_t>(task) * params.record_stride;
@@ -172,7 +172,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
         if (threadIdx.x == 0) copies.advance(shared, keys, params);
     };
     for (int page = 0; page < pages; ++page) {
-        const uint32_t word = upcoming, parity = (page / STAGES) & 1;
+        const uint32_t word = uniform(upcoming), parity = (page / STAGES) & 1;
         const int s = page % STAGES;
         if (page + 1 < pages) upcoming = __ldg(words + 2 * (page + 1));
         if (threadIdx.x == 0) {
