@@ -52,6 +52,15 @@ struct SortScratch {
     bool last;
 };
 
+constexpr int SORT_LOADS = 8;  // tasks a lane looks at together, so that their loads overlap
+
+/// Ranks of tasks first, first + 32, ...: the more work, the lower; -1 from `end` on.
+__device__ __forceinline__ void load_ranks(const PrepareParams& params, int first, int end, int (&ranks)[SORT_LOADS]) {
+#pragma unroll
+    for (int i = 0; i < SORT_LOADS; ++i)
+        ranks[i] = first + 32 * i < end ? LARGEST_WORK - __ldcg(&params.task_work[first + 32 * i]) : -1;
+}
+
 /// Stable counting sort of all tasks by descending work, by one block: each warp owns a stretch of
 /// tasks, so equal work keeps the tasks' order and every run gives the same permutation.
 __device__ __forceinline__ void sort_tasks(const PrepareParams& params, int tasks, SortScratch& scratch) {
@@ -61,8 +70,13 @@ __device__ __forceinline__ void sort_tasks(const PrepareParams& params, int task
     const int first = warp * stretch, end = min(first + stretch, tasks);
     for (int at = threadIdx.x; at < (LARGEST_WORK + 1) * WARPS; at += BLOCK) start[at / WARPS][at % WARPS] = 0;
     __syncthreads();
-    for (int task = first + lane; task < end; task += 32)
-        atomicAdd(&start[LARGEST_WORK - __ldcg(&params.task_work[task])][warp], 1);
+    int ranks[SORT_LOADS];
+    for (int low = first; low < end; low += 32 * SORT_LOADS) {
+        load_ranks(params, low + lane, end, ranks);
+#pragma unroll
+        for (int i = 0; i < SORT_LOADS; ++i)
+            if (ranks[i] >= 0) atomicAdd(&start[ranks[i]][warp], 1);
+    }
     __syncthreads();
     int begin = 0;
     for (int low = 0; low <= LARGEST_WORK; low += BLOCK) {
@@ -81,18 +95,23 @@ __device__ __forceinline__ void sort_tasks(const PrepareParams& params, int task
         begin += total;
         __syncthreads();
     }
-    for (int task = first + lane; task - lane < end; task += 32) {
-        const int rank = task < end ? LARGEST_WORK - __ldcg(&params.task_work[task]) : -1;
-        const unsigned equal = __match_any_sync(ALL_LANES, rank);
-        const int ahead = __popc(equal & ((1u << lane) - 1));
-        int at = 0;
-        if (rank >= 0) at = start[rank][warp];
-        __syncwarp();
-        if (rank >= 0) {
-            params.task_order[at + ahead] = task;
-            if (ahead == 0) start[rank][warp] = at + __popc(equal);
+    for (int low = first; low < end; low += 32 * SORT_LOADS) {
+        // One stretch fits the registers for 1024 tasks: then they still hold its ranks.
+        if (end - first > 32 * SORT_LOADS) load_ranks(params, low + lane, end, ranks);
+#pragma unroll
+        for (int i = 0; i < SORT_LOADS; ++i) {
+            const int rank = ranks[i];
+            const unsigned equal = __match_any_sync(ALL_LANES, rank);
+            const int ahead = __popc(equal & ((1u << lane) - 1));
+            int at = 0;
+            if (rank >= 0) at = start[rank][warp];
+            __syncwarp();
+            if (rank >= 0) {
+                params.task_order[at + ahead] = low + 32 * i + lane;
+                if (ahead == 0) start[rank][warp] = at + __popc(equal);
+            }
+            __syncwarp();
         }
-        __syncwarp();
     }
 }
 

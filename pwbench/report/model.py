@@ -231,7 +231,7 @@ class Scope:
             if not contender.variant.endswith("-regroup"):
                 continue
             stem = contender.variant.removesuffix("-regroup")
-            original = self._twin(stem, contender, capture)
+            original = self._twin(f"{stem}-original", contender, capture) or self._twin(stem, contender, capture)
             precomputed = self._twin(f"{stem}-precomputed", contender, capture)
             if original is None:
                 continue

@@ -10,7 +10,7 @@ UNION8 = 1.70
 """Union8 over the FlashInfer path the paper measured, geomean of six captures."""
 REGROUP = (0.0326, 0.0766)
 """Net gain of online regrouping on five 64K captures, smallest and largest."""
-KERNELS = ("union8", "union8-regroup", "pageweaver", "pageweaver-regroup")
+KERNELS = ("union8", "union8-regroup", "pageweaver", "pageweaver-original", "pageweaver-regroup")
 PEERS = ("flashinfer", "flashinfer-paged")
 """Today's FlashInfer, and its paged wrappers: what there was when the paper measured."""
 

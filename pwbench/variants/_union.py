@@ -30,11 +30,28 @@ class UnionVariant(Variant):
 
     precisions = ("fast", "accurate")
 
-    def __init__(self, name: str, summary: str, order: Order, cpu_group: int = 8) -> None:
+    def __init__(
+        self,
+        name: str,
+        summary: str,
+        order: Order,
+        *,
+        group: int = 8,
+        search_group: int = 8,
+        search_window: int | None = None,
+    ) -> None:
+        """``group`` rows share a page list; the search puts ``search_group`` of them together, in windows
+        of ``search_window`` rows (None: as the options ask)."""
         self.name = name
         self.summary = summary
         self.order: Order = order
-        self.cpu_group = cpu_group
+        self.group = group
+        self.search_group = search_group
+        self.search_window = search_window
+
+    def order_for(self, call: SparsePrefillCall) -> Order:
+        """The order for one call, from what the host knows of it."""
+        return self.order
 
     def unavailable(self, device: torch.device) -> str | None:
         if missing := cuda_missing(device):
@@ -52,5 +69,12 @@ class UnionVariant(Variant):
         if call.device.type == "cuda":
             from pwbench.variants import _union_gpu  # needs CuPy and a driver
 
-            return _union_gpu.prepare(call, options, name=self.name, order=self.order)
-        return _union_cpu.prepare(call, options, order=self.order, group=self.cpu_group)
+            return _union_gpu.prepare(call, options, name=self.name, order=self.order_for(call))
+        return _union_cpu.prepare(
+            call,
+            options,
+            order=self.order_for(call),
+            group=self.group,
+            search_group=self.search_group,
+            window=self.search_window,
+        )

@@ -28,21 +28,32 @@ _ROWS_AT_ONCE = 2048
 """Query-head rows of the groups that walk together: their pages and scores fill a few MiB of cache."""
 
 
-def prepare(call: SparsePrefillCall, options: Options, *, order: str, group: int) -> Prepared:
+def prepare(
+    call: SparsePrefillCall,
+    options: Options,
+    *,
+    order: str,
+    group: int,
+    search_group: int | None = None,
+    window: int | None = None,
+) -> Prepared:
     """Bind the float32 walk to a call.
 
     Args:
         call: a valid call on the CPU.
         options: both precisions compute the same float32; ``window`` is that of the search.
+        search_group, window: what the search puts together, and where it looks; None = ``group`` and
+            as the options ask.
         order: ``original``, ``online`` (the search is a stage) or ``precomputed`` (it happens here).
         group: slots that share one page list.
     """
     walk = UnionWalk(call, group)
+    search_group, window = search_group or group, window or options.window
     stages = [Stage("metadata", walk.metadata), Stage("attention", walk.attention)]
     if order == "online":
-        stages.insert(0, Stage("search", lambda: walk.search(options.window)))
+        stages.insert(0, Stage("search", lambda: walk.search(window, search_group)))
     elif order == "precomputed":
-        walk.search(options.window)
+        walk.search(window, search_group)
 
     def run() -> None:
         for stage in stages:
@@ -55,7 +66,11 @@ def prepare(call: SparsePrefillCall, options: Options, *, order: str, group: int
         query_ids=lambda: None if order == "original" else torch.from_numpy(walk.order.copy()),
         group=group,
         graphable=False,
-        details={"peer": f"torch {torch.__version__}, float32 page walk"},
+        details={
+            "peer": f"torch {torch.__version__}, float32 page walk",
+            "window": str(window) if order != "original" else "",
+            "search_group": str(search_group) if order != "original" else "",
+        },
     )
 
 
@@ -76,9 +91,9 @@ class UnionWalk:
         self.unions: Unions | None = None
         self.out = torch.empty((call.total_q, call.q_heads, HEAD_DIM), dtype=torch.float32)
 
-    def search(self, window: int) -> None:
+    def search(self, window: int, group: int) -> None:
         pages, _ = supports(self.call)
-        self.order = regroup(pages, self.call.cu_seqlens_q.numpy(), window, self.group)
+        self.order = regroup(pages, self.call.cu_seqlens_q.numpy(), window, group)
 
     def metadata(self) -> None:
         pages, _ = supports(self.call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ class Design:
             it needs as the constant ``shared_bytes``.
         queries: execution slots of a task, at most 16.
         search_group: queries the search puts together, a divisor of ``queries``; None = as many.
+        search_window: query rows of its windows; None = as the options ask.
         threads: of a block.
         cluster: blocks of a cluster; the source fixes it with ``__cluster_dims__``.
         persistent: as many blocks as fit the machine, which take tasks from a counter, longest first;
@@ -60,6 +61,7 @@ class Design:
     threads: int
     cluster: int = 1
     search_group: int | None = None
+    search_window: int | None = None
     persistent: bool = False
     gate: float = 0.0
     bitmap_search: bool = False
@@ -67,16 +69,24 @@ class Design:
     defines: Mapping[str, int] = field(default_factory=dict)
 
 
+_PAGEWEAVER = Design(
+    "pageweaver.cu",
+    queries=8,
+    threads=384,
+    search_group=4,
+    search_window=64,
+    persistent=True,
+    programmatic=True,
+)
+
 DESIGNS: dict[str, dict[str, Design]] = {
     "union8": {
         "fast": Design("union8.cu", queries=8, threads=128, cluster=2),
         "accurate": Design("union8.cu", queries=8, threads=128, cluster=2, defines={"ACCURATE": 1}),
     },
     "pageweaver": {
-        "fast": Design("pageweaver.cu", queries=8, threads=384, search_group=4, persistent=True),
-        "accurate": Design(
-            "pageweaver.cu", queries=8, threads=384, search_group=4, persistent=True, defines={"ACCURATE": 1}
-        ),
+        "fast": _PAGEWEAVER,
+        "accurate": replace(_PAGEWEAVER, defines={"ACCURATE": 1}),
     },
 }
 """Attention kernel by the first part of the variant's name and precision."""
@@ -109,6 +119,7 @@ class Plan:
         VariantUnavailable: the page table is wider than a page record's logical id.
         """
         max_pages = call.page_table.shape[1]
+        window = design.search_window or window
         if max_pages > MAX_PAGES:
             raise VariantUnavailable(
                 f"The page table is {max_pages} pages wide, the kernels' records hold ids up to {MAX_PAGES}."

@@ -1,10 +1,5 @@
-"""The fastest form of PageWeaver: search, page lists and a union walk, sized for the machine."""
+"""The fastest form of PageWeaver: persistent blocks, tiles filled by a search where that pays."""
 
-from pwbench.variants._union import UnionVariant
+from pwbench.variants._pageweaver import PageWeaver
 
-VARIANT = UnionVariant(
-    "pageweaver",
-    summary="search, page lists and the union walk in their fastest form",
-    order="online",
-    cpu_group=16,  # two thread blocks of 8 rows share each page
-)
+VARIANT = PageWeaver("pageweaver", "the union walk in its fastest form, searching where that pays", order=None)
