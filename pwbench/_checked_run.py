@@ -135,7 +135,7 @@ def check(variant: Variant, options: Options, subject: Subject) -> Checked:
         facts |= _details(prepared)
         out, order = _poisoned_run(prepared, subject)
         if prepared.query_ids() is not None:
-            facts["window"] = int(prepared.details.get("window") or options.window)
+            facts.setdefault("window", options.window)
         facts |= prepared.counters() if prepared.counters else subject.counters(order, prepared.group)
         facts |= _accuracy(out, subject)
         _save(variant.name, out, order, subject)

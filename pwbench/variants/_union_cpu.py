@@ -59,6 +59,7 @@ def prepare(
         for stage in stages:
             stage.run()
 
+    searched = {"window": str(window), "search_group": str(search_group)} if order != "original" else {}
     return Prepared(
         run=run,
         stages=stages,
@@ -68,8 +69,7 @@ def prepare(
         graphable=False,
         details={
             "peer": f"torch {torch.__version__}, float32 page walk",
-            "window": str(window) if order != "original" else "",
-            "search_group": str(search_group) if order != "original" else "",
+            **searched,
         },
     )
 

@@ -68,6 +68,9 @@ def prepare(call: SparsePrefillCall, options: Options, *, name: str, order: str)
     else:
         launches = [walk.prepare_and_pack, walk.attention]
         stages = [Stage("metadata", walk.prepare_and_pack), Stage("attention", walk.attention)]
+    searched = {"window": str(walk.plan.window), "search_group": str(walk.plan.search_group)}
+    if order == "original":
+        searched.clear()
     return Prepared(
         run=in_turn(launches),
         stages=stages,
@@ -76,8 +79,7 @@ def prepare(call: SparsePrefillCall, options: Options, *, name: str, order: str)
         group=design.queries,
         details={
             "kernels": " ".join([design.source, *(f"{k}={v}" for k, v in design.defines.items())]),
-            "window": str(walk.plan.window) if order != "original" else "",
-            "search_group": str(walk.plan.search_group) if order != "original" else "",
+            **searched,
             "workspace_bytes": str(walk.workspace.bytes),
         },
         debug=walk.download,
