@@ -35,8 +35,9 @@ __device__ __forceinline__ void half_score_scale(uint32_t amax, float scale_log2
     const int exponent = max(-100, static_cast<int>(__float_as_uint(largest) >> 23) - 126);  // in [2^(e-1), 2^e)
     scale = amax >= 0x7f80 ? __uint_as_float(0x7fffffffu) : mantissa * __uint_as_float((127 - exponent) << 23);
     const int power = min(15, exponent + scale_exponent + 3);
-    // 2^power as f16: normal from 2^-14, subnormal to 2^-24, below that the logits vanish anyway
-    const uint32_t half = power >= -14 ? (power + 15) << 10 : power >= -24 ? 1u << (power + 24) : 0u;
+    // 2^power as f16: normal from 2^-14, subnormal to 2^-24. Below that the logits vanish; the factor must
+    // not, or a masked score of -infinity would become NaN.
+    const uint32_t half = power >= -14 ? (power + 15) << 10 : 1u << max(0, power + 24);
     factor = half | (half << 16);
 }
 

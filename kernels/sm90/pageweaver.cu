@@ -7,14 +7,14 @@
 // quantise the next task's Q while this one computes, one fetches tasks.
 // Rings: `STAGES` pages (K | V^T | ones), four task records with their page lists, two sets of Q tiles.
 //
-// Precision: see fast.cuh and accurate.cuh, which hold the consumers.
+// Precision: rows.cuh holds the arithmetic of either, fast.cuh and accurate.cuh the consumers.
 #include "records.cuh"
-#include "tile.cuh"
+#include "rows.cuh"
 
-#ifndef ACCURATE
-#define ACCURATE 0
+
+#ifndef FLAT
+#define FLAT 0
 #endif
-
 #ifndef WARPGROUPS
 #define WARPGROUPS 2
 #endif
@@ -29,7 +29,6 @@ constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 152 : 224;
 constexpr int SERVICE_REGISTERS = 56;
 constexpr int QUERY_LOADS = 4;  // row pairs a query warp has in flight
 constexpr int QUERY_WARPS = 2;
-constexpr int Q_PARTS = ACCURATE ? 2 : 1;
 constexpr int STAGE_BYTES = 2 * KEYS_BYTES + (ACCURATE ? 0 : ONES_BYTES);
 constexpr int TASK_WORDS = sizeof(TaskRecord) / 4;
 constexpr int TASK_PAGES = WARPGROUPS * TILE_QUERIES * 16;  // a task's union at most: every query's 16 its own

@@ -18,32 +18,38 @@
 
 constexpr int Q_PARTS = ACCURATE ? 2 : 1;  // tiles that Q takes: hi and, if accurate, lo behind it
 
+/// Quantises eight channels of a tile row (see load_tile_rows) into `tile`. `row_factor[row]` is the factor
+/// from score to base-2 logit in f32 (accurate), or to codes in f16 twice (fast).
+__device__ __forceinline__ void quantise_channels(uint8_t* tile, uint32_t* row_factor, int row, int chunk,
+                                                  const uint32_t (&words)[4], uint32_t amax, float scale_log2) {
+    float scale, x[8];
+    uint32_t factor;
+#if ACCURATE
+    float inverse;
+    power_of_two_scale(amax, scale, inverse);
+    factor = __float_as_uint(scale_log2 * inverse);
+#else
+    half_score_scale(amax, scale_log2, scale, factor);
+#endif
+    scale_channels(x, words, scale);
+    const uint2 packed = pack_channels(x);
+    const uint32_t at = swizzled(row, chunk * 8);
+    *reinterpret_cast<uint2*>(tile + at) = packed;
+#if ACCURATE
+    subtract_channels(x, packed);
+    *reinterpret_cast<uint2*>(tile + TILE_BYTES + at) = pack_channels(x);
+#endif
+    if (chunk == 0) row_factor[row] = factor;
+}
+
 /// Quantises the 16 rows of tile slot `slot` with one warp, all of them in flight together: zeros for
-/// query -1. `row_factor[row]` is the factor from score to base-2 logit in f32 (accurate), or to codes
-/// in f16 twice (fast). The caller makes the tile visible to wgmma.
+/// query -1. The caller makes the tile visible to wgmma.
 __device__ __forceinline__ void load_query(uint8_t* tile, uint32_t* row_factor, const uint8_t* q, int64_t query_bytes,
                                            int query, int head, int slot, float scale_log2) {
     load_tile_rows<GROUP_HEADS / 2>(
         q, [&](int) { return query; }, query_bytes, head * GROUP_HEADS * HEAD_DIM * 2, slot * GROUP_HEADS,
         (slot + 1) * GROUP_HEADS, [&](int row, int chunk, const uint32_t(&words)[4], uint32_t amax) {
-            float scale, x[8];
-            uint32_t factor;
-#if ACCURATE
-            float inverse;
-            power_of_two_scale(amax, scale, inverse);
-            factor = __float_as_uint(scale_log2 * inverse);
-#else
-            half_score_scale(amax, scale_log2, scale, factor);
-#endif
-            scale_channels(x, words, scale);
-            const uint2 packed = pack_channels(x);
-            const uint32_t at = swizzled(row, chunk * 8);
-            *reinterpret_cast<uint2*>(tile + at) = packed;
-#if ACCURATE
-            subtract_channels(x, packed);
-            *reinterpret_cast<uint2*>(tile + TILE_BYTES + at) = pack_channels(x);
-#endif
-            if (chunk == 0) row_factor[row] = factor;
+            quantise_channels(tile, row_factor, row, chunk, words, amax, scale_log2);
         });
 }
 
@@ -161,11 +167,13 @@ __device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF
     if (moved) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            // Only a row that would saturate moves: what a head computes does not depend on its neighbours.
+            const float factor = low_half(rows.factor[i]), top = row_maximum(maximum[i]);
             const float before = -low_half(rows.negative_reference[i]);
-            const float reference = fmaxf(before, row_maximum(maximum[i]));  // a number wins over NaN
+            const bool stays = (top - before) * factor <= HEADROOM;
+            const float reference = stays ? before : fmaxf(before, top);  // a number wins over NaN
             rows.negative_reference[i] = cvt_f16x2(-reference, -reference);
-            correction[i] =
-                before == before ? ex2_approx((before - reference) * low_half(rows.factor[i]) * (1.f / CODES)) : 0.f;
+            correction[i] = before == before ? ex2_approx((before - reference) * factor * (1.f / CODES)) : 0.f;
         }
         make_codes(rows, scores, codes);
     }

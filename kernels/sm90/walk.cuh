@@ -5,9 +5,9 @@
 /// One page of the walk. `fill` counts the pages copied by this CTA since the kernel began.
 struct Page {
     uint32_t fill;
-    int task;     // counts the tasks of this CTA
+    int task;     // counts the tasks of this CTA; -1 = the walk has ended
     int logical;
-    int members;  // this tile's four bits of the membership mask; 0 = the walk has ended
+    int members;  // this tile's four bits of the membership mask; 0 = the task has no page of this tile
     uint32_t stage, phase;
 };
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ void wait_page(const Shared& shared, uint32_t& issued
 /// Whether `page` may be held while `after` is waited for.
 /// NOTE: a page STAGES or more fills ahead needs a stage at or behind this one: holding it would wait forever.
 __device__ __forceinline__ bool may_hold(const Page& page, const Page& after) {
-    return after.task == page.task && after.fill - page.fill < STAGES;
+    return after.members != 0 && (FLAT || after.task == page.task) && after.fill - page.fill < STAGES;
 }
 
 /// This warp has read the page for the last time.
@@ -71,32 +71,32 @@ __device__ __forceinline__ void release_task(const Shared& shared, int n) {
     }
 }
 
-/// Normalises and stores the 16 rows of the warp's query; `total[i]` is the denominator of row r + 8i.
-/// An empty support gives exactly zero.
-__device__ __forceinline__ void store_query(const AttentionParams& params, const float* o, const float (&total)[2],
-                                            const Owner& owner) {
-    if (owner.query < 0) return;
-    const int row = (threadIdx.x & 31) / 4;
-    uint8_t* out = params.out + owner.query * params.query_bytes + owner.head * (GROUP_HEADS * HEAD_DIM * 2);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        store_row(out + (row + 8 * i) * (HEAD_DIM * 2), o, i, total[i] == 0 ? 0 : params.v_scale / total[i]);
+/// Where the warp's 16 output rows lie.
+__device__ __forceinline__ uint8_t* output_of(const AttentionParams& params, const Owner& owner) {
+    return params.out + owner.query * params.query_bytes + owner.head * (GROUP_HEADS * HEAD_DIM * 2);
+}
+
+/// The warp is done with task n: lets its Q tile, record and page list go, and stores its query's output.
+__device__ __forceinline__ void finish_task(const Shared& shared, const AttentionParams& params, const Rows& rows,
+                                            const Owner& owner, int n) {
+    release_task(shared, n);
+    if (owner.query >= 0) store_rows(rows, output_of(params, owner), params.v_scale);
 }
 
 /// A query without any page: zeros.
 __device__ __forceinline__ void store_nothing(const AttentionParams& params, const Owner& owner) {
     if (owner.query < 0) return;
-    uint8_t* out = params.out + owner.query * params.query_bytes + owner.head * (GROUP_HEADS * HEAD_DIM * 2);
+    uint8_t* out = output_of(params, owner);
 #pragma unroll
     for (int at = 0; at < GROUP_HEADS * HEAD_DIM * 2; at += 32 * 16)
         *reinterpret_cast<uint4*>(out + at + (threadIdx.x & 31) * 16) = make_uint4(0, 0, 0, 0);
 }
 
 /// The pages that this warpgroup's queries selected, task after task. All lanes hold the same state.
-/// Tasks in which it has none are finished on the way.
+/// NOTE: a task without any is handed out as a page without members, not finished on the way: that waits
+/// for its Q tile, whose place the task still in hand may occupy.
 struct Walk {
     const Shared& shared;
-    const AttentionParams& params;
     int group;
     int task = -1;            // the task being walked
     int pages = 0;            // of it
@@ -104,7 +104,7 @@ struct Walk {
     uint32_t first_fill = 0;  // of the task
     uint32_t mine = 0;        // logical id and membership mask
     uint32_t live = 0;        // lanes whose page is this tile's and still to come
-    bool met = true;          // the task has shown a page of this tile
+    bool met = true;          // the task has been handed out at least once
 
     __device__ __forceinline__ void load() {
         const int at = batch + static_cast<int>(threadIdx.x & 31);
@@ -112,30 +112,23 @@ struct Walk {
         live = __ballot_sync(0xffffffff, ((mine >> (16 + group * TILE_QUERIES)) & 15) != 0);
     }
 
-    /// Steps to the next task; false at the end.
-    __device__ __forceinline__ bool step() {
-        if (!met) {
-            wait_queries(shared, params, task, group);  // NOTE: unread, but its phase must not be skipped
-            store_nothing(params, owner_of(shared, task, group));
-            release_task(shared, task);
-        }
-        first_fill += pages;
-        const TaskRecord* record = wait_task(shared, ++task);
-        if (record->queries < 0) return false;
-        pages = record->pages;
-        batch = 0;
-        met = false;
-        load();
-        return true;
-    }
-
     __device__ __forceinline__ Page next() {
         while (uniform(live) == 0) {
             batch += 32;
-            if (batch < pages)
+            if (batch < pages) {
                 load();
-            else if (!step())
-                return {0, -1, 0, 0, 0, 0};
+            } else if (!met) {
+                met = true;
+                return {0, task, 0, 0, 0, 0};
+            } else {
+                first_fill += pages;
+                const TaskRecord* record = wait_task(shared, ++task);
+                if (record->queries < 0) return {0, -1, 0, 0, 0, 0};
+                pages = record->pages;
+                batch = 0;
+                met = false;
+                load();
+            }
         }
         met = true;
         const int lane = __ffs(live) - 1;
@@ -146,3 +139,10 @@ struct Walk {
         return {fill, task, static_cast<int>(word & 0xffff), members, fill % STAGES, (fill / STAGES) & 1};
     }
 };
+
+/// Finishes a task that has no page of this tile.
+__device__ __forceinline__ void finish_empty_task(const Shared& shared, const AttentionParams& params, int n, int group) {
+    wait_queries(shared, params, n, group);  // NOTE: unread, but its phase must not be skipped
+    store_nothing(params, owner_of(shared, n, group));
+    release_task(shared, n);
+}
