@@ -45,9 +45,9 @@ class Program:
         failure = function(grid, block, int(together), cluster, pointers)
         assert failure is None, failure.decode()
 
-    def shuffle(self, seed: int) -> None:
-        """Draw the speeds of later launches from ``seed``."""
-        self._library.shuffle(seed)
+    def shuffle(self, seed: int, laggard: int = -1) -> None:
+        """Draw the speeds of later launches from ``seed``; warp ``laggard`` of each block is the slowest."""
+        self._library.shuffle(seed, laggard)
 
     def constant(self, name: str) -> int:
         """A 32-bit ``extern "C"`` constant of the source."""
@@ -71,13 +71,15 @@ def compile_program(
     unit = f"#define SHARED_BASE {1024 if aligned else 48}\n"
     unit += f'#include "{HEADER}"\n#include "{source}"\n#define EXPORT '
     unit += 'extern "C" __attribute__((visibility("default")))\n'
-    unit += "EXPORT void shuffle(unsigned seed) { emulator::chance.seed(seed); }\n"
+    unit += "EXPORT void shuffle(unsigned seed, int laggard) {\n"
+    unit += "    emulator::chance.seed(seed);\n    emulator::laggard = laggard;\n}\n"
     for entry, structs in entries.items():
         values = ", ".join(f"*static_cast<const {s}*>(arguments[{i}])" for i, s in enumerate(structs))
         unit += (
             f"EXPORT const char* launch_{entry}"
             "(unsigned grid, unsigned block, int together, unsigned cluster, void** arguments) {\n"
-            f"    return emulator::launch(grid, block, together, cluster, [=] {{ {entry}({values}); }});\n}}\n"
+            f"    const auto kernel = [=] {{ {entry}({values}); }};\n"
+            "    return emulator::launch(grid, block, together, cluster, kernel);\n}\n"
         )
     macros = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
     path = folder / f"{'-'.join([Path(source).stem, *macros])}.cpp"
@@ -95,7 +97,8 @@ def _rewritten(text: str) -> str:
     """A source with what the preprocessor cannot replace replaced."""
     text = re.sub(r"extern __shared__ (__align__\(\d+\) )?\w+ dynamic\[\];", "", text)
     # Static shared arrays become part of each block's own memory, behind the dynamic part.
-    text = re.sub(r"__shared__ int tickets\[4\];", "int* tickets = (int*)(dynamic + emulator::SHARED_BYTES);", text)
+    tickets = "int* tickets = (int*)(dynamic + emulator::SHARED_BYTES);"
+    text = re.sub(r"__shared__ int tickets\[4\];", tickets, text)
     # A loop without a body waits for memory to change, and no other thread could change it meanwhile.
     text = re.sub(r"(while \(.*\)) \{\s*\}", r"\1 emulator::poll();", text)
     return re.sub(r'extern "C" __constant__', 'extern "C" __attribute__((visibility("default")))', text)

@@ -24,6 +24,7 @@ inline Index threadIdx, blockIdx, gridDim, blockDim;
 namespace emulator {
 
 constexpr size_t STACK = 96 << 10, SHARED_BYTES = 227 << 10, STATIC_BYTES = 1 << 10;
+constexpr unsigned PATIENCE = 50000;  // rounds without an event that make a deadlock: far more than a block rests
 
 struct Meeting { int waiting = 0, alive = 0, generation = 0; };
 struct Phase { int arrivals, pending, bytes, parity; };  // of an mbarrier
@@ -42,12 +43,11 @@ struct Warp {
     size_t done, issued[32];    // products finished, and issued by each lane
     unsigned wake;              // the warp rests until this round
 };
-struct Cluster { Meeting all; };
 struct Block {
     unsigned index, rank;
     int running;
-    Block* cluster_first;  // rank r is r blocks on
-    Cluster cluster;       // of the first one
+    Block* const* cluster;  // by rank
+    Meeting together;       // of the cluster, in its first block
     Meeting all, named[16];
     Warp warps[32];
     unsigned slow;  // the warp that advances least often
@@ -57,7 +57,7 @@ struct Block {
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(STACK);
-    bool done, polls;
+    bool done;
     bool (*ready)(const void*);  // null: it may go on
     const void* waits_for;
     const char* what;
@@ -68,13 +68,14 @@ struct Copy { unsigned due; std::function<void()> land; };
 
 inline ucontext_t scheduler;
 inline std::vector<Fiber> fibers;
-inline std::deque<Block> blocks;
+inline std::vector<Block*> blocks;
 inline Block* block;
 inline Fiber* fiber;
 inline std::function<void()> body;
 inline std::mt19937 chance(1);
+inline int laggard = -1;          // the warp of every block that all others outrun; -1: one drawn, less slow
 inline std::vector<Copy> copies;  // on their way
-inline unsigned rounds;
+inline unsigned rounds, last_event;  // rounds so far, and when something last changed for another warp
 inline std::string failure;
 
 inline void leave() { swapcontext(&fiber->context, &scheduler); }
@@ -93,10 +94,8 @@ inline void fail(const char* format, ...) {
 
 /// Turns of a loop that waits for memory to change.
 inline void poll() {
-    fiber->polls = true;
     fiber->what = "a change of memory";
     leave();
-    fiber->polls = false;
 }
 /// Lets others go first now and then.
 inline void stumble() {
@@ -112,8 +111,11 @@ template <typename Ready> void wait_until(const char* what, uint32_t detail, con
     fiber->ready = nullptr;
 }
 
+inline void event() { last_event = rounds; }
+
 inline bool complete(Meeting& meeting) {
     if (!meeting.waiting || meeting.waiting < meeting.alive) return false;
+    if (meeting.alive > 32) event();
     meeting.waiting = 0;
     ++meeting.generation;
     return true;
@@ -141,25 +143,27 @@ template <typename T, typename Pick> auto exchange(T own, Pick pick) {
 inline void enter() {
     body();
     fiber->done = true;
+    event();
     --warp().all.alive;
     --block->all.alive;
-    --block->cluster_first->cluster.all.alive;
+    --block->cluster[0]->together.alive;
     --block->running;
     complete(warp().all);
     complete(block->all);
-    complete(block->cluster_first->cluster.all);
+    complete(block->cluster[0]->together);
     leave();
 }
 
-inline void start(Block& fresh, unsigned index, unsigned threads, unsigned cluster, Fiber* its) {
+inline void start(unsigned at, unsigned index, unsigned threads, unsigned cluster, Fiber* its) {
+    Block& fresh = *blocks[at];
     fresh.index = index;
     fresh.rank = index % cluster;
-    fresh.cluster_first = &fresh - fresh.rank;
+    fresh.cluster = &blocks[at - fresh.rank];
     fresh.running = threads;
-    fresh.cluster.all = {0, static_cast<int>(threads * cluster), 0};
+    fresh.together = {0, static_cast<int>(threads * cluster), 0};
     fresh.all = {0, static_cast<int>(threads), 0};
     for (Meeting& meeting : fresh.named) meeting = {};
-    fresh.slow = chance() % (threads / 32 + 1);
+    fresh.slow = laggard >= 0 ? laggard : chance() % (threads / 32 + 1);
     for (unsigned w = 0; w < 32; ++w) {
         Warp& warp = fresh.warps[w];
         warp.all = {0, std::clamp<int>(threads - 32 * w, 0, 32), 0};
@@ -171,7 +175,7 @@ inline void start(Block& fresh, unsigned index, unsigned threads, unsigned clust
     fresh.phases.clear();
     std::memset(fresh.memory, 0xff, sizeof(fresh.memory));
     for (unsigned t = 0; t < threads; ++t) {
-        its[t].done = its[t].polls = false;
+        its[t].done = false;
         its[t].ready = nullptr;
         getcontext(&its[t].context);
         its[t].context.uc_stack.ss_sp = its[t].stack.data();
@@ -181,16 +185,15 @@ inline void start(Block& fresh, unsigned index, unsigned threads, unsigned clust
     }
 }
 
-/// Lets the threads of a block run until they have to wait. Returns whether one did more than look.
-inline bool advance(Block& chosen, unsigned threads, Fiber* its) {
-    bool moved = false;
+/// Lets the threads of a block run until they have to wait.
+inline void advance(Block& chosen, unsigned threads, Fiber* its) {
     block = &chosen;
     const unsigned warps = (threads + 31) / 32, first = chance() % warps, turn = chance() % 32;
     for (unsigned at = 0; at < warps; ++at) {
         const unsigned w = (first + at) % warps;
         Warp& warp = chosen.warps[w];
         if (warp.wake <= rounds && chance() % 64 == 0) warp.wake = rounds + (1 << chance() % 8);
-        if (warp.wake > rounds || (w == chosen.slow && chance() % 8)) continue;
+        if (warp.wake > rounds || (w == chosen.slow && chance() % (laggard >= 0 ? 50 : 8))) continue;
         for (unsigned l = 0; l < 32; ++l) {
             const unsigned t = 32 * w + (turn + l) % 32;
             if (t >= threads || its[t].done || (its[t].ready && !its[t].ready(its[t].waits_for))) continue;
@@ -198,15 +201,12 @@ inline bool advance(Block& chosen, unsigned threads, Fiber* its) {
             threadIdx.x = t;
             blockIdx.x = chosen.index;
             swapcontext(&scheduler, &fiber->context);
-            moved |= !fiber->polls;
-            if (!failure.empty()) return true;
+            if (!failure.empty()) return;
         }
     }
-    return moved;
 }
 
-inline bool land_copies() {
-    bool landed = !copies.empty();
+inline void land_copies() {
     std::shuffle(copies.begin(), copies.end(), chance);
     for (size_t at = 0; at < copies.size();) {
         if (copies[at].due > rounds) {
@@ -214,10 +214,10 @@ inline bool land_copies() {
             continue;
         }
         copies[at].land();
+        event();
         copies[at] = std::move(copies.back());
         copies.pop_back();
     }
-    return landed;
 }
 
 inline void report_deadlock(unsigned first, unsigned count, unsigned threads) {
@@ -237,28 +237,27 @@ inline void report_deadlock(unsigned first, unsigned count, unsigned threads) {
 
 /// Runs blocks [first, first + count) of a grid side by side.
 inline void run_together(unsigned first, unsigned count, unsigned threads, unsigned cluster) {
-    while (blocks.size() < count) blocks.emplace_back();
+    while (blocks.size() < count) blocks.push_back(new Block);
     if (fibers.size() < count * threads) fibers.resize(count * threads);
     copies.clear();
-    rounds = 0;
-    for (unsigned b = 0; b < count; ++b) start(blocks[b], first + b, threads, cluster, &fibers[b * threads]);
+    rounds = last_event = 0;
+    for (unsigned b = 0; b < count; ++b) start(b, first + b, threads, cluster, &fibers[b * threads]);
     std::vector<unsigned> order(count), wakes(count);
     for (unsigned b = 0; b < count; ++b) order[b] = b;
-    for (unsigned left = count, idle = 0; left; ++rounds) {
+    for (unsigned left = count; left; ++rounds) {
         std::shuffle(order.begin(), order.end(), chance);
         left = 0;
-        bool moved = land_copies();
+        land_copies();
         for (unsigned b : order) {
-            left += blocks[b].running > 0;
+            left += blocks[b]->running > 0;
             if (count > 1 && chance() % 64 == 0) wakes[b] = rounds + chance() % 256;  // a block falls far behind
             if (rounds < wakes[b]) continue;
-            for (unsigned speed = count == 1 ? 1 : chance() % 12; speed && blocks[b].running; --speed) {
-                moved |= advance(blocks[b], threads, &fibers[b * threads]);
+            for (unsigned speed = count == 1 ? 1 : chance() % 12; speed && blocks[b]->running; --speed) {
+                advance(*blocks[b], threads, &fibers[b * threads]);
                 if (!failure.empty()) return;
             }
         }
-        idle = moved ? 0 : idle + 1;
-        if (idle == 3000) return report_deadlock(first, count, threads);
+        if (rounds - last_event == PATIENCE) return report_deadlock(first, count, threads);
     }
 }
 

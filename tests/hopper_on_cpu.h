@@ -66,6 +66,7 @@ template <typename T> T __shfl_xor_sync(unsigned, T own, int mask) {
 template <typename T> T __shfl_up_sync(unsigned, T own, int by) {
     return emulator::exchange(own, [=](T* all, int me) { return all[me >= by ? me - by : me]; });
 }
+inline uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffff, value, 0); }
 inline unsigned __ballot_sync(unsigned, bool own) {
     return emulator::exchange(own, [](bool* all, int) {
         unsigned bits = 0;
@@ -90,6 +91,7 @@ template <typename T> T __ldcg(const T* at) { return *at; }
 template <typename T> T __ldcs(const T* at) { return *at; }
 template <typename T> T atomicAdd(T* at, T more) {
     emulator::stumble();
+    emulator::event();
     const T old = *at;
     *at += more;
     return old;
@@ -122,7 +124,7 @@ inline uint32_t swizzle128(uint32_t address) { return address ^ (address >> 7 & 
 
 /// The block of this cluster with that rank.
 inline emulator::Block& block_of(uint32_t rank) {
-    emulator::Block& other = emulator::block->cluster_first[rank];
+    emulator::Block& other = *emulator::block->cluster[rank];
     if (other.running == 0) emulator::fail("CTA %u of the cluster has left already", rank);
     return other;
 }
@@ -137,6 +139,7 @@ inline void close_phase(emulator::Phase& phase) {
     phase.pending = phase.arrivals;
 }
 inline void arrive_at(emulator::Phase& phase, int count, int bytes) {
+    emulator::event();
     phase.bytes += bytes;
     phase.pending -= count;
     if (phase.pending < 0) emulator::fail("more arrivals at a barrier than its %d", phase.arrivals);
@@ -176,13 +179,13 @@ template <int REGISTERS> void setmaxnreg_dec() {}
 
 inline uint32_t cluster_ctarank() { return emulator::block->rank; }
 inline void barrier_cluster_arrive() {
-    emulator::Meeting& all = emulator::block->cluster_first->cluster.all;
+    emulator::Meeting& all = emulator::block->cluster[0]->together;
     emulator::fiber->cluster_generation = all.generation;
     ++all.waiting;
     emulator::complete(all);
 }
 inline void barrier_cluster_wait() {
-    const emulator::Meeting& all = emulator::block->cluster_first->cluster.all;
+    const emulator::Meeting& all = emulator::block->cluster[0]->together;
     const int generation = emulator::fiber->cluster_generation;
     emulator::wait_until("its cluster", 0, [&, generation] { return all.generation != generation; });
 }
@@ -284,6 +287,7 @@ template <int N> void make_product(const emulator::Product& product) {
 }
 /// Makes the warp's oldest products until `end` are done.
 inline void make_products(emulator::Warp& warp, size_t end) {
+    emulator::event();
     for (; warp.done < end; ++warp.done, warp.products.pop_front()) {
         const emulator::Product& next = warp.products.front();
         next.columns == 128 ? make_product<128>(next) : make_product<136>(next);
@@ -328,7 +332,10 @@ inline void wgmma_m64n128k32_f16_ss_first(uint32_t (&d)[32], uint64_t a, uint64_
 
 // progress.cuh -----------------------------------------------------------------------------------
 
-inline void red_release_gpu(int* counter) { ++*counter; }
+inline void red_release_gpu(int* counter) {
+    emulator::event();
+    ++*counter;
+}
 inline void wait_for_count(const int* counter, int target) {
     while (*counter < target) emulator::poll();
 }

@@ -1,0 +1,277 @@
+"""The attention kernels, run thread by thread on the CPU against the reference.
+
+The task lists come from `pwbench.grouping`, so that what the metadata kernels would make of a call can be
+bent into shapes that a scheduler rarely produces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from pwbench import kernels
+from pwbench.grouping import identity_order, prepare_unions, regroup
+from pwbench.operator import HEAD_DIM, PAGE, TOPK, SparsePrefillCall, supports, visible_tokens
+from pwbench.reference import attend, compare
+from pwbench.variants._union_plan import DESIGNS, PAGE_RECORD, TASK_RECORD, Design
+from tests.calls import make_call
+from tests.hopper import Program, compile_program
+
+LIMIT = {"fast": 7e-2, "accurate": 3e-3}
+SEEDS = (1, 2)
+
+
+def images_of(call: SparsePrefillCall) -> np.ndarray:
+    """V^T images of every page by the definition of their format (pack_values.cuh)."""
+    stored = call.v.contiguous().view(torch.uint8).numpy()
+    clean = np.where((stored & 0x7F) == 0x7F, 0, stored)
+    row = slot = np.arange(PAGE)
+    s, h, t, c, q = slot >> 5, slot >> 4 & 1, slot >> 2 & 3, slot >> 1 & 1, slot & 1
+    token = 32 * s + 16 * h + 8 * c + 2 * t + q
+    g, j, t, q = row >> 5, row >> 3 & 3, row >> 1 & 3, row & 1
+    channel = 32 * g + 8 * t + 2 * j + q
+    straight = clean.swapaxes(2, 3)[:, :, channel][:, :, :, token]
+    place = ((slot[None] >> 4) ^ (row[:, None] & 7)) << 4 | (slot[None] & 15)
+    images = np.empty_like(straight)
+    np.put_along_axis(images, np.broadcast_to(place, straight.shape), straight, axis=3)
+    return np.ascontiguousarray(images)
+
+
+@dataclass
+class Tasks:
+    """Task and page records of a call, as the metadata kernels would write them."""
+
+    records: np.ndarray
+    pages: np.ndarray
+    order: np.ndarray | None = None
+    counter: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+
+    @classmethod
+    def of(cls, call: SparsePrefillCall, queries: int, order: np.ndarray, unused: int = 1) -> Tasks:
+        """``unused`` empty records follow the used ones; page records past a list's end are nonsense."""
+        bounds, visible, table = call.cu_seqlens_q.numpy(), visible_tokens(call), call.page_table.numpy()
+        unions = prepare_unions(supports(call)[0], order, bounds, queries)
+        count = len(unions.size)
+        records = np.zeros(count + unused, TASK_RECORD)
+        pages = np.zeros((count + unused, queries * TOPK), PAGE_RECORD)
+        pages["row"], pages["members"], pages["logical"] = 1 << 30, 0xFFFF, 0xFFFF
+        records["slots"]["query"] = -1
+        for task in range(count):
+            listed = slice(unions.offsets[task], unions.offsets[task + 1])
+            begin, size, head = unions.begin[task], unions.size[task], unions.kv_head[task]
+            rows = order[head, begin : begin + size]
+            record, length = records[task], listed.stop - listed.start
+            record["request"] = np.searchsorted(bounds, begin, side="right") - 1
+            record["pages"], record["queries"], record["kv_head"] = length, size, head
+            record["slots"]["query"][:size] = rows
+            record["slots"]["visible"][:size] = visible[rows]
+            pages[task]["logical"][:length] = unions.pages[listed]
+            pages[task]["members"][:length] = unions.masks[listed]
+            pages[task]["row"][:length] = table[record["request"], unions.pages[listed]]
+        return cls(records, pages)
+
+    def longest_first(self) -> Tasks:
+        self.order = np.argsort(-self.records["pages"], kind="stable").astype(np.int32)
+        return self
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Design], Program]:
+    """Compiles an attention kernel over the emulated instructions, once."""
+    made: dict[tuple[str, ...], Program] = {}
+
+    def get(design: Design) -> Program:
+        key = (design.source, *(f"{k}{v}" for k, v in design.defines.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("attention")
+            made[key] = compile_program(
+                folder, design.source, {"attention": ["TensorMap", "AttentionParams"]}, design.defines
+            )
+        return made[key]
+
+    return get
+
+
+class Attention:
+    """One call bound to an emulated attention kernel."""
+
+    def __init__(self, program: Program, design: Design, call: SparsePrefillCall, tasks: Tasks) -> None:
+        self.program, self.design, self.call, self.tasks = program, design, call, tasks
+        self.images = images_of(call)
+        self.out = torch.full_like(call.q, torch.nan)
+
+    def run(self, blocks: int = 2, seed: int = 1, laggard: int = -1) -> torch.Tensor:
+        self.out.fill_(torch.nan)
+        self.program.shuffle(seed, laggard)
+        blocks = blocks if self.design.persistent else len(self.tasks.records) * self.design.cluster
+        self.program.launch(
+            "attention",
+            blocks,
+            self.design.threads,
+            [self._keys(), self._params()],
+            together=self.design.persistent,
+            cluster=self.design.cluster,
+        )
+        return self.out.clone()
+
+    def _keys(self) -> np.ndarray:
+        page, head, token, _ = self.call.k.stride()
+        opaque = np.zeros(16 + 8, np.uint64)
+        opaque = opaque[(-opaque.ctypes.data % 64) // 8 :][:16]
+        opaque[:5] = [self.call.k.data_ptr(), token, head, page, self.call.k.shape[0]]
+        return opaque
+
+    def _params(self) -> np.ndarray:
+        call, tasks = self.call, self.tasks
+        return kernels.pack(
+            kernels.params_dtype("records.cuh", "AttentionParams"),
+            q=call.q,
+            out=self.out,
+            values=self.images.ctypes.data,
+            task_records=tasks.records.ctypes.data,
+            page_records=tasks.pages.ctypes.data,
+            task_order=None if tasks.order is None else tasks.order.ctypes.data,
+            next_task=tasks.counter.ctypes.data,
+            query_bytes=call.q_heads * HEAD_DIM * 2,
+            tasks=len(tasks.records),
+            kv_heads=call.kv_heads,
+            record_stride=tasks.pages.shape[1],
+            scale_log2=call.softmax_scale * call.k_scale * math.log2(math.e),
+            v_scale=call.v_scale,
+        )
+
+
+def grouped(call: SparsePrefillCall) -> np.ndarray:
+    return regroup(supports(call)[0], call.cu_seqlens_q.numpy(), 128, 4)
+
+
+def straight(call: SparsePrefillCall) -> np.ndarray:
+    return identity_order(call.kv_heads, call.total_q)
+
+
+def only(call: SparsePrefillCall, ids: dict[int, list[int]]) -> SparsePrefillCall:
+    """The call with the rows named selecting these pages and the others nothing."""
+    call.topk[:] = -1
+    for row, pages in ids.items():
+        call.topk[:, row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    return call
+
+
+# Shapes -----------------------------------------------------------------------------------------
+
+
+def one_tile_short() -> SparsePrefillCall:
+    """The first tile of the task has one page, the other 64."""
+    call = make_call(3, (8,), (64 * PAGE,), poison="none")
+    return only(call, {0: [5], **{4 + i: list(range(16 * i, 16 * i + 16)) for i in range(4)}})
+
+
+def wide_gaps() -> SparsePrefillCall:
+    """A tile's own pages lie up to 20 apart in the list of its task, which the other tile fills."""
+    call = make_call(4, (8,), (64 * PAGE,), poison="none")
+    return only(call, {0: [0, 1, 7, 11, 12, 17, 37, 61], **{4 + i: list(range(i, 64, 4)) for i in range(4)}})
+
+
+def tiles_without_pages() -> SparsePrefillCall:
+    """Tasks in which the first tile, the second, both or none has a page, in runs of several."""
+    wanted = "B2112200011122220B1B1120021B"
+    call = make_call(5, (8 * len(wanted),), (6 * PAGE,), poison="none")
+    pages = {"0": {}, "1": {1: [0]}, "2": {6: [3]}, "B": {0: [2, 3], 5: [1, 2, 4]}}
+    rows = {8 * i + slot: ids for i, which in enumerate(wanted) for slot, ids in pages[which].items()}
+    return only(call, rows)
+
+
+CALLS: dict[str, Callable[[], SparsePrefillCall]] = {
+    "one query": lambda: make_call(1, (1,), (300,)),
+    "one token": lambda: make_call(1, (1,), (0,)),
+    "a tail of one": lambda: make_call(2, (25,), (900,)),
+    "nothing selected": lambda: make_call(2, (70,), selection="empty"),
+    "one tile short": one_tile_short,
+    "wide gaps": wide_gaps,
+    "tiles without pages": tiles_without_pages,
+    "requests, heads and junk": lambda: make_call(
+        6, (9, 0, 40, 1, 3, 2, 5, 12), (0, 300, 700, 2100, 130, 0, 64, 512), kv_heads=2, selection="dirty",
+        shared_pages=4, k_scale=0.5, v_scale=3.0,
+    ),
+    "a request a row": lambda: make_call(7, [1] * 33, [130 + r for r in range(33)], shared_pages=1),
+    "k and v apart": lambda: make_call(8, (12,), (300,), separate=True),
+    "many pages": lambda: make_call(9, (24,), (90 * PAGE,), query_gain=1.0),
+}  # fmt: skip
+
+DESIGN_NAMES = [(name, precision) for name in DESIGNS for precision in DESIGNS[name]]
+
+
+@pytest.fixture(params=DESIGN_NAMES, ids="-".join)
+def design(request: pytest.FixtureRequest) -> tuple[Design, str]:
+    name, precision = request.param
+    return DESIGNS[name][precision], precision
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_row_is_written_and_close_to_the_reference(program, design, name) -> None:
+    kind, precision = design
+    call = CALLS[name]()
+    order = grouped(call) if name != "tiles without pages" else straight(call)
+    tasks = Tasks.of(call, kind.queries, order)
+    attention = Attention(program(kind), kind, call, tasks)
+    wanted = attend(call)
+    outs = [attention.run(seed=seed) for seed in SEEDS]
+    assert bool(outs[0].isfinite().all())
+    assert compare(outs[0], wanted).rel_l2 <= LIMIT[precision]
+    assert not outs[0][wanted.abs().amax((1, 2)) == 0].any()
+    for out in outs[1:]:
+        assert torch.equal(out, outs[0])
+
+
+def test_any_grid_order_and_repetition_write_the_same_bits(program, design) -> None:
+    kind, _ = design
+    call = make_call(11, (20, 0, 9), (700, 0, 300), kv_heads=2)
+    tasks = Tasks.of(call, kind.queries, grouped(call))
+    attention = Attention(program(kind), kind, call, tasks)
+    first = attention.run(blocks=2)
+    for blocks in (1, 2, len(tasks.records) + 3):  # more blocks than tasks: some get none
+        assert tasks.counter.tolist() == [0]
+        assert torch.equal(attention.run(blocks, seed=blocks), first)
+    tasks.longest_first()
+    assert torch.equal(attention.run(), first)
+
+
+def test_a_query_that_is_nan_spoils_no_other_row(program, design) -> None:
+    kind, _ = design
+    call = make_call(12, (12,), (300,), selection="identical")
+    attention = Attention(program(kind), kind, call, Tasks.of(call, kind.queries, straight(call)))
+    clean = attention.run()
+    call.q[3] = torch.nan
+    out = attention.run(seed=2)
+    assert bool(out[3].isnan().all())
+    others = torch.arange(12) != 3
+    assert torch.equal(out[others], clean[others])
+
+
+def test_a_channel_that_is_infinite_spoils_no_other_head(program, design) -> None:
+    kind, precision = design
+    call = make_call(13, (5,), (300,))
+    wanted = attend(call)
+    call.q[2, 7, 100] = torch.inf
+    attention = Attention(program(kind), kind, call, Tasks.of(call, kind.queries, straight(call)))
+    out = attention.run()
+    spoilt = torch.zeros(out.shape[:2], dtype=torch.bool)
+    spoilt[2, 7] = True
+    assert bool(out[spoilt].isnan().all())
+    assert compare(out[~spoilt], wanted[~spoilt]).rel_l2 <= LIMIT[precision]
+
+
+@pytest.mark.parametrize("name", ["tiles without pages", "nothing selected"])
+def test_any_warp_may_be_outrun_by_the_others(program, design, name) -> None:
+    """Tasks of few pages or none pass through the rings faster than a warp that looks late can see."""
+    kind, _ = design
+    call = CALLS[name]()
+    attention = Attention(program(kind), kind, call, Tasks.of(call, kind.queries, straight(call)))
+    first = attention.run(blocks=1)
+    for warp in range(kind.threads // 32):
+        assert torch.equal(attention.run(blocks=1, seed=warp, laggard=warp), first)
