@@ -1,9 +1,9 @@
-// PageWeaver attention: one persistent CTA per SM walks the page unions of tasks of 4 * WARPGROUPS queries.
-// Every page is copied into shared memory once and shared by the task's tiles; a warpgroup skips
-// the pages that none of its four queries selected, and a warp the softmax of those that its query did
-// not. Each query keeps its own pages, causal limit, softmax and output row.
+// PageWeaver attention: one persistent CTA per SM walks the page unions of tasks of eight queries.
+// Every page is copied into shared memory once and shared by the task's two tiles; a warpgroup skips the
+// pages that none of its four queries selected, and a warp the softmax of those that its query did not.
+// Each query keeps its own pages, causal limit, softmax and output row.
 //
-// Roles: WARPGROUPS consumer warpgroups, one tile each, and four service warps: one streams pages, two
+// Roles: two consumer warpgroups, one tile each, and four service warps: one streams pages, two
 // quantise the next task's Q while this one computes, one fetches tasks.
 // Rings: `STAGES` pages (K | V^T | ones), four task records with their page lists, two sets of Q tiles.
 //
@@ -11,21 +11,14 @@
 #include "records.cuh"
 #include "rows.cuh"
 
-
-#ifndef FLAT
-#define FLAT 0
-#endif
-#ifndef WARPGROUPS
-#define WARPGROUPS 2
-#endif
-
+constexpr int WARPGROUPS = 2;
 constexpr int STAGES = ACCURATE ? 4 : 5;
 constexpr int TASK_BUFFERS = 4;
 constexpr int Q_BUFFERS = 2;
 constexpr int CONSUMERS = WARPGROUPS * 128;
 constexpr int THREADS = CONSUMERS + 128;
 // The service warpgroup gives registers up and the consumers take them: together no more than the launch had.
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 152 : 224;
+constexpr int CONSUMER_REGISTERS = 224;
 constexpr int SERVICE_REGISTERS = 56;
 constexpr int QUERY_LOADS = 4;  // row pairs a query warp has in flight
 constexpr int QUERY_WARPS = 2;
@@ -99,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         for (int b = 0; b < TASK_BUFFERS; ++b) {
             mbarrier_init(shared.task_full(b), 1);
-            mbarrier_init(shared.task_free(b), WARPGROUPS * TILE_WARPS);
+            mbarrier_init(shared.task_free(b), WARPGROUPS * TILE_WARPS + 1 + QUERY_WARPS);
         }
         for (int b = 0; b < Q_BUFFERS; ++b) {
             mbarrier_init(shared.q_full(b), QUERY_WARPS);

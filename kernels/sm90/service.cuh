@@ -66,6 +66,7 @@ __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorM
             cp_async_bulk(stage + KEYS_BYTES, params.values + image, KEYS_BYTES, shared.page_full(s));
             *shared.issued() = fill + 1;
         }
+        mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
     }
 }
 
@@ -75,12 +76,15 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const Atten
     for (int n = 0;; ++n) {
         const TaskRecord* task = wait_task(shared, n);
         if (task->queries < 0) return;
-        if (n == 0) continue;
         const int buffer = n % Q_BUFFERS;
         if (n >= Q_BUFFERS) mbarrier_wait(shared.q_free(buffer), (n / Q_BUFFERS + 1) & 1);
 #pragma unroll 1
-        for (int part = warp; part < 2 * WARPGROUPS; part += QUERY_WARPS)
+        for (int part = n == 0 ? 2 * WARPGROUPS : warp; part < 2 * WARPGROUPS; part += QUERY_WARPS)
             load_queries<QUERY_LOADS>(shared, params, task, part / 2, buffer, part % 2 * 32, part % 2 * 32 + 32);
-        if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared.q_full(buffer));
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) {
+            if (n > 0) mbarrier_arrive(shared.q_full(buffer));
+            mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
+        }
     }
 }

@@ -33,7 +33,7 @@ __device__ __forceinline__ void wait_page(const Shared& shared, uint32_t& issued
 /// Whether `page` may be held while `after` is waited for.
 /// NOTE: a page STAGES or more fills ahead needs a stage at or behind this one: holding it would wait forever.
 __device__ __forceinline__ bool may_hold(const Page& page, const Page& after) {
-    return after.members != 0 && (FLAT || after.task == page.task) && after.fill - page.fill < STAGES;
+    return after.members != 0 && after.task == page.task && after.fill - page.fill < STAGES;
 }
 
 /// This warp has read the page for the last time.
@@ -45,10 +45,8 @@ __device__ __forceinline__ void release_page(const Shared& shared, const Page& p
 __device__ __forceinline__ void warpgroup_sync(int group) {
     if (group == 0)
         bar_sync<1, 128>();
-    else if (group == 1)
-        bar_sync<2, 128>();
     else
-        bar_sync<3, 128>();
+        bar_sync<2, 128>();
 }
 
 /// Waits for the Q tile of task n; loads the first one itself (see stream_queries).

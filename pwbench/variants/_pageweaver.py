@@ -1,12 +1,15 @@
 """What the PageWeaver variants share, and when their search pays for itself."""
 
-from pwbench.operator import TOPK, SparsePrefillCall
+from pwbench.operator import SparsePrefillCall
 from pwbench.variants._union import Order, UnionVariant
 
 SEARCH_PAYS_ROWS = 4096
-"""Rows times KV heads from which the search pays. On an H200 the windows of 64 rows are searched side by
-side in about 11 us, of which some 5 us are not hidden behind the V images, whatever the number of rows; what it saves,
-about 4 % of attention, grows with the rows: 25 ns each make 4 us at 4096."""
+"""Rows times KV heads from which the search can pay: windows are searched side by side in about 11 us on
+an H200, whatever their number, and what it saves, some 4 % of attention, grows with the rows: 25 ns each
+make 4 us at 4096."""
+SEARCH_HIDES_PAGES = 256
+"""Pages of context above which the search hides behind the making of their V images, which the call waits
+for anyway; below, it is paid in full and neighbouring rows agree so well that it finds little."""
 
 
 class PageWeaver(UnionVariant):
@@ -20,5 +23,6 @@ class PageWeaver(UnionVariant):
     def order_for(self, call: SparsePrefillCall) -> Order:
         if not self.adapts:
             return self.order
-        choice = call.page_table.shape[1] > TOPK and call.total_q * call.kv_heads >= SEARCH_PAYS_ROWS
-        return "online" if choice else "original"
+        hides = call.page_table.shape[1] > SEARCH_HIDES_PAGES
+        pays = call.total_q * call.kv_heads >= SEARCH_PAYS_ROWS
+        return "online" if hides and pays else "original"
