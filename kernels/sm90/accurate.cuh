@@ -2,9 +2,9 @@
 // other warpgroup fills the tensor core meanwhile.
 #pragma once
 
-/// One page for one tile.
-__device__ __forceinline__ void attend_page(const Shared& shared, Rows& rows, const Page& page, uint32_t& issued,
-                                            uint64_t tile, int warp, int seen) {
+/// One page for one tile; the next one is left in `page`.
+__device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Walk& walk, Page& page, uint32_t& issued,
+                                           uint64_t tile, int warp, int seen) {
     const uint64_t keys = swizzle128_descriptor(smem_address(shared.stage(page.stage)));
     float scores[SCORES], product[SCORES], correction[2];
     uint32_t high[16], low[16];
@@ -28,28 +28,5 @@ __device__ __forceinline__ void attend_page(const Shared& shared, Rows& rows, co
     pin(product);
     release_page(shared, page);
     if (live) accumulate(rows, product, correction);
-}
-
-/// One consumer warpgroup: its tile of every task.
-__device__ __forceinline__ void consume(const Shared& shared, const AttentionParams& params, int group) {
-    const int warp = uniform((threadIdx.x & 127) / 32);
-    uint32_t issued = 0;
-    Walk walk{shared, group};
-    Page page = walk.next();
-    while (page.task >= 0) {
-        if (page.members == 0) {
-            finish_empty_task(shared, params, page.task, group);
-            page = walk.next();
-            continue;
-        }
-        const int n = page.task, buffer = n % Q_BUFFERS;
-        wait_queries(shared, params, n, group);
-        const Owner owner = owner_of(shared, n, group);
-        const uint64_t tile = swizzle128_descriptor(smem_address(shared.q_tile(buffer, group)));
-        Rows rows;
-        begin_rows(rows, shared.row_factor(buffer, group));
-        clear(rows);
-        for (; page.task == n; page = walk.next()) attend_page(shared, rows, page, issued, tile, warp, owner.seen);
-        finish_task(shared, params, rows, owner, n);
-    }
+    page = walk.next();
 }

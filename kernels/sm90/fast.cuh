@@ -62,27 +62,3 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Wal
     release_page(shared, page);
     page = after;
 }
-
-/// One consumer warpgroup: its tile of every task.
-__device__ __forceinline__ void consume(const Shared& shared, const AttentionParams& params, int group) {
-    const int warp = uniform((threadIdx.x & 127) / 32);
-    uint32_t issued = 0;
-    Walk walk{shared, group};
-    Page page = walk.next();
-    while (page.task >= 0) {
-        if (page.members == 0) {
-            finish_empty_task(shared, params, page.task, group);
-            page = walk.next();
-            continue;
-        }
-        const int n = page.task, buffer = n % Q_BUFFERS;
-        wait_queries(shared, params, n, group);
-        const Owner owner = owner_of(shared, n, group);
-        const uint64_t tile = swizzle128_descriptor(smem_address(shared.q_tile(buffer, group)));
-        Rows rows;
-        begin_rows(rows, shared.row_factor(buffer, group));
-        clear(rows);
-        while (page.task == n) attend_run(shared, rows, walk, page, issued, tile, warp, owner.seen);
-        finish_task(shared, params, rows, owner, n);
-    }
-}

@@ -25,6 +25,20 @@ def cuda_missing(device: torch.device) -> str | None:
     return None
 
 
+def hopper_missing(device: torch.device) -> str | None:
+    """Why this project's kernels cannot run on ``device``, or None: the CPU always, a Hopper GPU with CuPy."""
+    if missing := cuda_missing(device):
+        return missing
+    if device.type == "cpu":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"The device has compute capability {capability[0]}.{capability[1]}, the kernels need 9.0."
+    if find_spec("cupy") is None:
+        return "CuPy is not installed: pip install 'pwbench[cuda13]', or [cuda12] for a CUDA 12 driver."
+    return None
+
+
 class UnionVariant(Variant):
     """A page walk over groups: in float32 on the CPU, by the CUDA kernels on a Hopper GPU."""
 
@@ -54,16 +68,7 @@ class UnionVariant(Variant):
         return self.order
 
     def unavailable(self, device: torch.device) -> str | None:
-        if missing := cuda_missing(device):
-            return missing
-        if device.type == "cpu":
-            return None
-        capability = torch.cuda.get_device_capability(device)
-        if capability != (9, 0):
-            return f"The device has compute capability {capability[0]}.{capability[1]}, the kernels need 9.0."
-        if find_spec("cupy") is None:
-            return "CuPy is not installed: pip install 'pwbench[cuda13]', or [cuda12] for a CUDA 12 driver."
-        return None
+        return hopper_missing(device)
 
     def prepare(self, call: SparsePrefillCall, options: Options) -> Prepared:
         if call.device.type == "cuda":

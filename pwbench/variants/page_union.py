@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,7 @@ from pwbench.page_plan import (
 )
 from pwbench.variants._base import Options, Prepared, Stage, Variant
 from pwbench.variants._page_union_cpu import PageWalk
-from pwbench.variants._union import cuda_missing
+from pwbench.variants._union import hopper_missing
 
 if TYPE_CHECKING:
     from pwbench.variants._page_union_gpu import PageKernels, StreamKernels
@@ -42,16 +41,7 @@ class PageUnion(Variant):
         self.workspace_bytes = workspace_bytes
 
     def unavailable(self, device: torch.device) -> str | None:
-        if missing := cuda_missing(device):
-            return missing
-        if device.type == "cpu":
-            return None
-        capability = torch.cuda.get_device_capability(device)
-        if capability != (9, 0):
-            return f"The device has compute capability {capability[0]}.{capability[1]}, the kernels need 9.0."
-        if find_spec("cupy") is None:
-            return "CuPy is not installed: pip install 'pwbench[cuda13]', or [cuda12] for a CUDA 12 driver."
-        return None
+        return hopper_missing(device)
 
     def prepare(self, call: SparsePrefillCall, options: Options) -> Prepared:
         chunk_rows = chunk_rows_for(call.total_q, call.kv_heads, self.workspace_bytes)
