@@ -23,7 +23,8 @@ SCHEMA_NAME = "pwbench.counters"
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
 DEFAULT = Path("results") / "counters.json"
 GROUP = 8
-WINDOWS = (64, 128)
+SEARCHES = {"regroup-w64": (64, 8), "regroup-w128": (128, 8), "regroup-w64-g4": (64, 4)}
+"""Window and group of the searches that are counted; page lists are those of `GROUP` queries in all."""
 
 
 def count_captures(
@@ -37,7 +38,7 @@ def count_captures(
 
     Returns:
         ``{"suite/capture": {"tables_sha256": ..., "groupings": {name: counters}}}`` with groupings
-        ``per-query``, ``original``, ``regroup-w64`` and ``regroup-w128``.
+        ``per-query``, ``original`` and the names of `SEARCHES`.
 
     Raises:
         CaptureError: a path holds no capture, or one is damaged.
@@ -61,9 +62,9 @@ def count_capture(capture: Capture) -> dict[str, dict[str, int]]:
         "per-query": counters.count(call, pages, original, 1),
         "original": counters.count(call, pages, original, GROUP),
     }
-    for window in WINDOWS:
-        order = regroup(pages, bounds, window=window, group=GROUP)
-        found[f"regroup-w{window}"] = counters.count(call, pages, order, GROUP)
+    for name, (window, group) in SEARCHES.items():
+        order = regroup(pages, bounds, window=window, group=group)
+        found[name] = counters.count(call, pages, order, GROUP)
     return found
 
 

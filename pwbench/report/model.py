@@ -231,7 +231,8 @@ class Scope:
             if not contender.variant.endswith("-regroup"):
                 continue
             stem = contender.variant.removesuffix("-regroup")
-            original = self._twin(f"{stem}-original", contender, capture) or self._twin(stem, contender, capture)
+            named = self._twin(f"{stem}-original", contender, capture)
+            original = named or self._twin(stem, contender, capture)
             precomputed = self._twin(f"{stem}-precomputed", contender, capture)
             if original is None:
                 continue

@@ -26,7 +26,7 @@ def cuda_missing(device: torch.device) -> str | None:
 
 
 def hopper_missing(device: torch.device) -> str | None:
-    """Why this project's kernels cannot run on ``device``, or None: the CPU always, a Hopper GPU with CuPy."""
+    """Why our kernels cannot run on ``device``, or None: the CPU always, a Hopper GPU with CuPy."""
     if missing := cuda_missing(device):
         return missing
     if device.type == "cpu":

@@ -2,4 +2,8 @@
 
 from pwbench.variants._pageweaver import PageWeaver
 
-VARIANT = PageWeaver("pageweaver", "the union walk in its fastest form, searching where that pays", order=None)
+VARIANT = PageWeaver(
+    "pageweaver",
+    "the union walk in its fastest form, searching where that pays",
+    order=None,
+)

@@ -2,4 +2,8 @@
 
 from pwbench.variants._pageweaver import PageWeaver
 
-VARIANT = PageWeaver("pageweaver-original", "pageweaver's kernels over rows in their original order", order="original")
+VARIANT = PageWeaver(
+    "pageweaver-original",
+    "pageweaver's kernels over rows in their original order",
+    order="original",
+)

@@ -2,4 +2,8 @@
 
 from pwbench.variants._pageweaver import PageWeaver
 
-VARIANT = PageWeaver("pageweaver-precomputed", "pageweaver's kernels over an order found before the timed call", order="precomputed")
+VARIANT = PageWeaver(
+    "pageweaver-precomputed",
+    "pageweaver's kernels over an order found before the timed call",
+    order="precomputed",
+)
