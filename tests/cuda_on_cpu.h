@@ -12,6 +12,8 @@
 #include <random>
 #include <vector>
 
+#include "byte_perm.h"
+
 #define __device__
 #define __global__
 #define __constant__
@@ -210,15 +212,6 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
     return sum;
 }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
-    unsigned out = 0;
-    for (int i = 0; i < 4; ++i) {
-        const unsigned pick = selector >> 4 * i & 15, byte = bytes >> 8 * (pick & 7) & 0xff;
-        out |= (pick & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
-    }
-    return out;
-}
 
 // PTX ------------------------------------------------------------------------------------------------
 // Its wrappers are assembler; the ones a kernel may use here are named anew and written out.

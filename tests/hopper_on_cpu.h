@@ -6,6 +6,7 @@
 // or as late as its wait allows. What that proves is addresses, layouts, arithmetic and protocols, not the
 // visibility of one proxy's writes to another.
 #pragma once
+#include "byte_perm.h"
 #include "hopper_fibers.h"
 #include "hopper_numbers.h"
 
@@ -98,15 +99,6 @@ template <typename T> T atomicAdd(T* at, T more) {
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
-    unsigned out = 0;
-    for (int i = 0; i < 4; ++i) {
-        const unsigned pick = selector >> 4 * i & 15, byte = bytes >> 8 * (pick & 7) & 0xff;
-        out |= (pick & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
-    }
-    return out;
-}
 inline void __trap() { emulator::fail("trap"); }
 
 // Barriers and copies ----------------------------------------------------------------------------

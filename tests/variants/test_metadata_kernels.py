@@ -13,7 +13,7 @@ import torch
 from pwbench import kernels
 from pwbench.grouping import Unions, identity_order, prepare_unions, regroup
 from pwbench.operator import PAGE, SparsePrefillCall, request_of_rows, supports, visible_tokens
-from pwbench.variants._union_plan import BLOCK, PAGE_RECORD, TASK_RECORD, Plan, unions_of
+from pwbench.variants._union_plan import BLOCK, PAGE_RECORD, TASK_RECORD, Design, Plan, unions_of
 from tests.calls import SELECTIONS, Selection, make_call
 from tests.emulator import Emulated, compile_for_cpu
 
@@ -44,9 +44,17 @@ def far_into(call: SparsePrefillCall, tokens: int) -> SparsePrefillCall:
 class Run:
     """Buffers of one call on the CPU, and the kernels that fill them."""
 
-    def __init__(self, folder: Path, call: SparsePrefillCall, queries: int, window: int = 128) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        call: SparsePrefillCall,
+        queries: int,
+        window: int = 128,
+        search_group: int | None = None,
+    ) -> None:
         self.folder, self.call = folder, call
-        plan = self.plan = Plan.of(call, queries, window)
+        design = Design("any.cu", queries, threads=128, search_group=search_group)
+        plan = self.plan = Plan.of(call, design, window)
         self.order = np.full((plan.kv_heads, plan.total_q), UNTOUCHED, np.int32)
         self.tasks = np.full((plan.tasks, TASK_RECORD.itemsize // 4), UNTOUCHED, np.int32).view(TASK_RECORD)[
             :, 0
@@ -67,7 +75,7 @@ class Run:
         return self.order
 
     def regroup_bitmap(self) -> None:
-        defines = {"WINDOW": self.plan.window, "GROUP": self.plan.queries}
+        defines = {"WINDOW": self.plan.window, "GROUP": self.plan.search_group}
         entries = {"regroup_bitmap": ["RegroupParams"]}
         program = compile_for_cpu(self.folder, "regroup_bitmap.cu", entries, defines)
         threads = 64 if self.plan.window <= 64 else 128
@@ -104,7 +112,12 @@ class Run:
             "regroup": ["RegroupParams"],
             "plan_and_pack": ["RegroupParams", "PrepareParams", "PackParams"],
         }
-        defines = {"WINDOW": self.plan.window, "GROUP": self.plan.queries, **self._fused}
+        defines = {
+            "WINDOW": self.plan.window,
+            "GROUP": self.plan.search_group,
+            "TASK_QUERIES": self.plan.queries,
+            **self._fused,
+        }
         return compile_for_cpu(self.folder, "regroup.cu", entries, defines)
 
     def _lists(self) -> Emulated:
@@ -247,10 +260,10 @@ def assert_images(
 # The search -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("window", "group"), [(128, 8), (64, 8), (64, 16)])
+@pytest.mark.parametrize(("window", "group"), [(128, 8), (64, 8), (64, 4), (64, 16)])
 def test_search_alone_is_the_greedy_oracle_bit_for_bit(folder: Path, window: int, group: int) -> None:
     call = make_call(window + group, (131, 0, 1, 70), kv_heads=2, selection="dirty")
-    run = Run(folder, call, group, window)
+    run = Run(folder, call, max(group, 8), window, group)
     np.testing.assert_array_equal(run.regroup(), greedy(call, window, group))
 
 
@@ -280,12 +293,33 @@ def test_search_has_no_limit_on_pages(folder: Path) -> None:
     assert_same(run.unions, oracle_unions(call, run.order, 8))
 
 
-def test_search_finds_its_request_among_more_than_a_warp_of_them(folder: Path) -> None:
+@pytest.mark.parametrize("group", [8, 4])
+def test_search_finds_its_request_among_more_than_a_warp_of_them(folder: Path, group: int) -> None:
     call = make_call(9, [(7 * r) % 5 for r in range(70)], selection="local")
-    run = Run(folder, call, 8, 64)
+    run = Run(folder, call, 8, 64, group)
     run.plan_and_pack()
-    np.testing.assert_array_equal(run.order, greedy(call, 64, 8))
+    np.testing.assert_array_equal(run.order, greedy(call, 64, group))
     assert_same(run.unions, oracle_unions(call, run.order, 8))
+
+
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_a_task_takes_whichever_of_its_search_groups_there_are(folder: Path, rows: int) -> None:
+    """Windows that end in the first group of a task, in its second, or on the edge of either."""
+    call = make_call(rows, (rows, 64 + rows), kv_heads=2)
+    run = Run(folder, call, 8, 64, search_group=4)
+    run.plan_and_pack()
+    np.testing.assert_array_equal(run.order, greedy(call, 64, 4))
+    assert_same(run.unions, oracle_unions(call, run.order, 8))
+    assert_records(run, run.order)
+    assert_task_order(run)
+
+
+def test_groups_smaller_than_a_task_are_filled_one_by_one_not_a_task_at_a_time(folder: Path) -> None:
+    call = make_call(17, (128,), (9000,))
+    orders = {group: Run(folder, call, 8, 64, group).regroup() for group in (4, 8)}
+    assert (orders[4] != orders[8]).any()
+    for group, order in orders.items():
+        np.testing.assert_array_equal(order, greedy(call, 64, group))
 
 
 def test_gate_keeps_only_windows_whose_neighbours_already_share(folder: Path) -> None:
@@ -371,14 +405,17 @@ def test_preparing_beside_packing_writes_what_each_does_alone(folder: Path) -> N
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize(("window", "queries"), [(128, 8), (64, 8), (120, 12), (64, 16)])
+@pytest.mark.parametrize(
+    ("window", "queries", "group"),
+    [(128, 8, 8), (64, 8, 8), (64, 8, 4), (128, 8, 2), (120, 12, 12), (64, 16, 16)],
+)
 def test_one_launch_plans_and_packs_as_the_stages_do(
-    folder: Path, selection: Selection, window: int, queries: int
+    folder: Path, selection: Selection, window: int, queries: int, group: int
 ) -> None:
     call = make_call(queries, (131, 0, 1, 20), kv_heads=2, selection=selection)
-    run = Run(folder, call, queries, window)
+    run = Run(folder, call, queries, window, group)
     run.plan_and_pack()
-    np.testing.assert_array_equal(run.order, greedy(call, window, queries))
+    np.testing.assert_array_equal(run.order, greedy(call, window, group))
     assert_same(run.unions, oracle_unions(call, run.order, queries))
     assert_records(run, run.order)
     assert_task_order(run)

@@ -17,14 +17,24 @@ from pwbench.grouping import Unions, prepare_unions, regroup
 from pwbench.operator import TOPK, supports
 from pwbench.variants import _union_plan as plans
 from pwbench.variants._union_gpu import check_layout
-from pwbench.variants._union_plan import DESIGNS, PAGE_RECORD, SLOTS, TASK_RECORD, Plan, unions_of
+from pwbench.variants._union_plan import DESIGNS, PAGE_RECORD, SLOTS, TASK_RECORD, Design, Plan, unions_of
 from tests.calls import make_call
 
 
 def plan(
-    total_q: int = 100, requests: int = 1, max_pages: int = 64, queries: int = 8, window: int = 128
+    total_q: int = 100,
+    requests: int = 1,
+    max_pages: int = 64,
+    queries: int = 8,
+    window: int = 128,
+    search_group: int | None = None,
 ) -> Plan:
-    return Plan(total_q, requests, 1, max_pages, 100, queries, window)
+    return Plan(total_q, requests, 1, max_pages, 100, queries, search_group or queries, window)
+
+
+def tasks_of(queries: int, **more: int) -> Design:
+    """A design of which only the tasks and the search matter."""
+    return Design("any.cu", queries, threads=128, **more)
 
 
 @given(
@@ -42,15 +52,24 @@ def test_bounds_from_shapes_hold_every_task_and_window(lengths: list[int], queri
     ("queries", "asked", "given_"), [(8, 128, 128), (12, 128, 120), (12, 64, 60), (16, 64, 64)]
 )
 def test_windows_hold_whole_tasks(queries: int, asked: int, given_: int) -> None:
-    assert Plan.of(make_call(1), queries, asked).window == given_
+    assert Plan.of(make_call(1), tasks_of(queries), asked).window == given_
+
+
+@pytest.mark.parametrize("asked", [64, 128])
+def test_a_design_may_fix_what_is_searched(asked: int) -> None:
+    fixed = Plan.of(make_call(1), tasks_of(8, search_group=4, search_window=64), asked)
+    assert (fixed.queries, fixed.search_group, fixed.window) == (8, 4, 64)
+    free = Plan.of(make_call(1), tasks_of(8), asked)
+    assert (free.queries, free.search_group, free.window) == (8, 8, asked)
 
 
 def test_a_page_table_wider_than_a_records_id_is_refused() -> None:
     call = make_call(1)
     wide = replace(call, page_table=torch.zeros((1, plans.MAX_PAGES + 1), dtype=torch.int32))
     with pytest.raises(VariantUnavailable, match="65537 pages wide"):
-        Plan.of(wide, 8, 128)
-    assert Plan.of(replace(call, page_table=wide.page_table[:, :-1]), 8, 128).max_pages == plans.MAX_PAGES
+        Plan.of(wide, tasks_of(8), 128)
+    just_fits = replace(call, page_table=wide.page_table[:, :-1])
+    assert Plan.of(just_fits, tasks_of(8), 128).max_pages == plans.MAX_PAGES
 
 
 def test_few_queries_pack_what_they_select_and_many_pack_every_page() -> None:
@@ -61,9 +80,9 @@ def test_few_queries_pack_what_they_select_and_many_pack_every_page() -> None:
     assert plan(total_q=8192, max_pages=8192).pack_blocks(132) == 132 * plans.PACK_BLOCKS
 
 
-@given(st.integers(1, plans.MAX_PAGES), st.sampled_from([60, 64, 120, 128]))
-def test_every_launch_fits_the_shared_memory_of_a_block(max_pages: int, window: int) -> None:
-    sizes = plan(max_pages=max_pages, window=window)
+@given(st.integers(1, plans.MAX_PAGES), st.sampled_from([60, 64, 120, 128]), st.sampled_from([4, 8]))
+def test_every_launch_fits_the_shared_memory_of_a_block(max_pages: int, window: int, group: int) -> None:
+    sizes = plan(max_pages=max_pages, window=window, search_group=group)
     bitmap = -(-max_pages // 32) * 4 + -(-max_pages // 32) * 2
     for shared in (sizes.prepare_shared, sizes.regroup_shared):
         assert max(plans.IMAGE_BYTES, bitmap) <= shared <= kernels.MAX_SHARED
@@ -102,6 +121,8 @@ def test_designs_fit_a_task_record_and_whole_warpgroups(name: str, precision: st
     assert 1 <= design.queries <= SLOTS
     assert design.threads % 128 == 0
     assert design.cluster in (1, 2, 4)
+    assert design.queries % (design.search_group or design.queries) == 0
+    assert (design.search_window or design.queries) % design.queries == 0
 
 
 @pytest.mark.parametrize("name", ["q", "topk", "page_table", "positions"])
