@@ -25,12 +25,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock
 
-from pwbench import _compilers
+from pwbench import _compilers, launch
 from pwbench._compilers import Entry
 from pwbench.errors import MeasurementError
-from pwbench.launch import Kernel, Launch, pack, params_dtype, struct_fields, tensor_map
+from pwbench.launch import Kernel, Launch, pack, struct_fields, tensor_map
 
 __all__ = [
     "CompiledKernel",
@@ -127,6 +128,15 @@ def source_path(source: str) -> Path:
         there = ", ".join(sorted(file.name for file in source_dir().glob("*.cu"))) or "none"
         raise MeasurementError(f"No CUDA source is called {source!r} in {source_dir()}; there are {there}.")
     return path
+
+
+def params_dtype(source: str, name: str) -> np.dtype:
+    """The params struct ``name`` of ``source`` as a numpy dtype laid out as the compiler does.
+
+    Raises:
+        MeasurementError: no such source or struct, or a field of no known size.
+    """
+    return launch.params_dtype(source_path(source), name)
 
 
 def programs() -> list[Program]:

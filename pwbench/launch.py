@@ -84,15 +84,9 @@ def _uncommented(text: str) -> str:
     return re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
 
 
-def params_dtype(source: str, name: str) -> np.dtype:
-    """The params struct ``name`` of ``source`` as a numpy dtype laid out as the compiler does."""
-    from pwbench.kernels import source_path
-
-    return _params_dtype(source_path(source), name)
-
-
 @cache
-def _params_dtype(path: Path, name: str) -> np.dtype:
+def params_dtype(path: Path, name: str) -> np.dtype:
+    """The params struct ``name`` of the source at ``path`` as a numpy dtype laid out as the compiler does."""
     return np.dtype(struct_fields(path.read_text(), name), align=True)
 
 
