@@ -44,6 +44,7 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
 /// its barriers: the thread arrives for it. `issued` counts the copies begun, see wait_page.
 __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorMap& keys, const AttentionParams& params) {
     if ((threadIdx.x & 31) != 0) return;
+    fence_proxy_async_global();  // the images were written by ordinary stores, of a kernel that may just have ended
     uint32_t fill = 0;
     for (int n = 0;; ++n) {
         const TaskRecord* task = wait_task(shared, n);
