@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from pwbench import stats
+from pwbench import counter_baseline, stats, variants
 from pwbench.errors import InputError
 from pwbench.report.model import samples_of
 from pwbench.results import Row, rows_in_order

@@ -19,7 +19,7 @@ def test_every_capture_is_counted_in_every_order(small_captures):
     counted = counter_baseline.count_captures([small_captures], seen.append)
     assert list(counted) == seen == ["small/one", "small/two"]
     for entry in counted.values():
-        assert set(entry["groupings"]) == {"per-query", "original", "regroup-w64", "regroup-w128"}
+        assert set(entry["groupings"]) == {"per-query", "original", *counter_baseline.SEARCHES}
 
 
 def test_the_counters_are_those_of_the_whole_call(small_captures):
@@ -29,6 +29,8 @@ def test_the_counters_are_those_of_the_whole_call(small_captures):
     order = regroup(pages, call.cu_seqlens_q.numpy(), window=64, group=8)
     counted = counter_baseline.count_capture(capture)
     assert counted["regroup-w64"] == counters.count(call, pages, order, 8)
+    fours = regroup(pages, call.cu_seqlens_q.numpy(), window=64, group=4)
+    assert counted["regroup-w64-g4"] == counters.count(call, pages, fours, 8)
     assert counted["original"] == counters.count(call, pages, identity_order(call.kv_heads, call.total_q), 8)
     assert counted["per-query"]["union_pages"] == counted["per-query"]["selected_pages"]
 

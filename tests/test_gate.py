@@ -64,15 +64,17 @@ def test_a_grouping_that_is_no_longer_counted_fails():
 def test_result_rows_are_held_against_the_grouping_they_ran_in():
     counted = {**COUNTS, "groups": 2}
     blessed = {"six/a": {"tables_sha256": "x", "groupings": {
-        "original": COUNTS, "regroup-w64": {**COUNTS, "union_pages": 7}, "per-query": counted}}}  # fmt: skip
+        "original": COUNTS, "regroup-w64": {**COUNTS, "union_pages": 7}, "per-query": counted,
+        "regroup-w64-g4": {**COUNTS, "union_pages": 6}}}}  # fmt: skip
     common = {"capture": "a", "tables_sha256": "x", **COUNTS}
     rows = [row("union8", **common), row("union8-regroup", **{**common, "window": 64, "union_pages": 7}),
+            row("pageweaver", **{**common, "window": 64, "union_pages": 6}),
             row("triton", **{**common, "groups": 2}), row("reference", **{**common, "groups": None}),
             row("page-union", **{**common, "union_pages": 8}),
             row("union8", **{**common, "capture": "other"}),
             row("union8", **{**common, "tables_sha256": "y"})]  # fmt: skip
     found = [f.verdict for f in gate.compare_row_counters(blessed, rows)]
-    assert found == ["SAME", "SAME", "SAME", "CHANGED", "MISSING", "CHANGED"]
+    assert found == ["SAME", "SAME", "SAME", "SAME", "CHANGED", "MISSING", "CHANGED"]
 
 
 # Tier 2
