@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Everything that needs a Hopper GPU, from a checkout and without installing it.
 #
-#   scripts/h200.sh OUT [build] [test] [sanitize] [replay]        all four steps when none is named
+#   scripts/h200.sh OUT [build] [test] [sanitize] [record] [replay]   all but `record` when none is named
 #
 # Logs and Parquet land in OUT. A failed step does not stop the later ones; the exit code says that one
 # failed. Settings, by environment:
+#   MODEL=DIR PROMPTS=DIR              what record makes full captures from, into FULL (default: OUT/full);
+#   SUITES="six six-2k"                of these suites, comparing tables with the stored ones
 #   CAPTURES="captures/real-64k ..."   what replay runs             (default: everything below captures/)
 #   VARIANTS="union8 flashinfer ..."   competitors                  (default: all that can run)
 #   PRECISIONS="fast accurate"         one Parquet file for each    (default: both)
@@ -12,13 +14,13 @@
 #   TESTS="tests/gpu -k union8"        what test runs, in one process (default: tests/gpu, a process for each
 #                                      variant, so that a lost CUDA context takes no other variant's tests along)
 set -uo pipefail
-out=$(mkdir -p "${1:?usage: h200.sh OUT [build] [test] [sanitize] [replay]}" && cd "$1" && pwd)
+out=$(mkdir -p "${1:?usage: h200.sh OUT [build] [test] [sanitize] [record] [replay]}" && cd "$1" && pwd)
 shift
 cd "$(dirname "$0")/.."
 steps=${*:-build test sanitize replay}
 for name in $steps; do
-    [[ " build test sanitize replay " == *" $name "* ]] && continue
-    echo "h200.sh knows build, test, sanitize and replay, not '$name'." >&2
+    [[ " build test sanitize record replay " == *" $name "* ]] && continue
+    echo "h200.sh knows build, test, sanitize, record and replay, not '$name'." >&2
     exit 2
 done
 
@@ -72,6 +74,14 @@ gpu_tests() {
     return $code
 }
 
+record() {
+    local suites=()
+    for name in ${SUITES:-six six-2k}; do suites+=(--suite "$name"); done
+    python3 -m pwbench.cli.main suites make --model "${MODEL:?is the model directory}" \
+        --prompts "${PROMPTS:?is the folder of prompts}" "${suites[@]}" --kind full \
+        --out "${FULL:-$out/full}" --against captures
+}
+
 replay() { # precision
     local options=()
     for name in ${VARIANTS:-}; do options+=(--variant "$name"); done
@@ -91,6 +101,7 @@ for name in $steps; do
     build) step build build.log python3 scripts/build_kernels.py ;;
     test) step test test.log gpu_tests ;;
     sanitize) step sanitize sanitize.log bash scripts/sanitize.sh "$out/sanitize" ;;
+    record) step record record.log record ;;
     replay)
         for precision in ${PRECISIONS:-fast accurate}; do
             step "$precision" "replay-$precision.log" replay "$precision"
