@@ -1,6 +1,6 @@
 """Time forms of an attention kernel side by side: other macros, other orders, one aligned line each.
 
-    python scripts/attention_bench.py captures/tuning/* --form "" --form STAGES=4 --precision fast
+    python scripts/attention_bench.py captures/tuning/* --form "" --form TRY=1 --precision fast
 
 A form is the design's own kernel with macros of its own (``NAME=VALUE,...``; the empty form is the kernel
 as shipped). Beside the stage's time stand what bounds it: nanoseconds a tensor-core round and SM, useful
@@ -38,7 +38,8 @@ def with_macros(design: str, form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("captures", nargs="+", type=Path)
     parser.add_argument("--design", default="pageweaver", choices=sorted(_union_plan.DESIGNS))
     parser.add_argument("--form", action="append", default=[], metavar="NAME=VALUE,...")
@@ -47,7 +48,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=30)
     given = parser.parse_args()
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    print(f"{'capture':28} {'form':20} {'us':>8} {'ns/round':>9} {'TFLOP/s':>8} {'TB/s':>6} {'rel-L2':>8} {'MHz':>5}")
+    print(
+        f"{'capture':28} {'form':20} {'us':>8} {'ns/round':>9} {'TFLOP/s':>8} {'TB/s':>6} {'rel-L2':>8} {'MHz':>5}"
+    )
     for path in capture.discover([str(path) for path in given.captures]):
         call = capture.load(path).call("cuda")
         pages, _ = supports(call)
@@ -69,10 +72,11 @@ def main() -> None:
             ids = np.arange(call.total_q, dtype=np.int32)[None].repeat(call.kv_heads, 0)
             count = counters.count(call, pages, ids if order is None else order.cpu().numpy(), one.group)
             us = median(times[form].stages_us["attention"])
+            round_ns = us * 1e3 * multiprocessors / count["subgroup_pages"]
             error = reference.compare(one.out[torch.from_numpy(rows)].double(), truth).rel_l2
             print(
                 f"{path.name:28} {form or 'as shipped':20} {us:8.1f} "
-                f"{us * 1e3 * multiprocessors / count['subgroup_pages']:9.0f} {count['useful_flops'] / us / 1e6:8.0f} "
+                f"{round_ns:9.0f} {count['useful_flops'] / us / 1e6:8.0f} "
                 f"{count['kv_bytes'] / us / 1e6:6.2f} {error:8.5f} {median(times[form].sm_clock_mhz):5.0f}"
             )
 
