@@ -61,7 +61,11 @@ def test_a_value_that_names_its_channel_shows_the_channel_order(variant: str, pr
     call = replace(call, kv=fill(call, value=channels))
     out, _ = outputs(call, variant, precision)
     want = channels.to(DEVICE).expand_as(out)
-    assert torch.allclose(out.float(), want, rtol=2**-7, atol=1e-4)
+    # NOTE: a tensor core that adds P V page upon page in its accumulator truncates. A denominator from a
+    # column of ones is short by as much only where V's products are as exact as those of one: 448 may come
+    # out 2.2 % low. Neighbouring e4m3 values are at least 6 % apart, so channels still tell their names.
+    rtol = 3e-2 if precision == "fast" else 2**-7
+    assert torch.allclose(out.float(), want, rtol=rtol, atol=1e-4)
 
 
 @every_run

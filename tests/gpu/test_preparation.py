@@ -19,7 +19,8 @@ from tests.gpu.harness import DEVICE, UNIONS, Case, built, gpu, prepare, run
 
 pytestmark = gpu
 
-SEARCHING = [name for name in UNIONS if name != "union8"]
+SEARCHING = [name for name in UNIONS if name.endswith(("-regroup", "-precomputed"))]
+"""Variants that search every call; pageweaver decides by the call."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ def order_of(prepared: Prepared, call: SparsePrefillCall) -> np.ndarray:
     return ids.cpu().numpy()
 
 
+def greedy(prepared: Prepared, call: SparsePrefillCall) -> np.ndarray:
+    """The oracle's order for the windows and groups that the variant says it searched."""
+    window, group = (int(prepared.details[key]) for key in ("window", "search_group"))
+    return grouping.regroup(supports(call)[0], call.cu_seqlens_q.cpu().numpy(), window, group)
+
+
 @cache
 def made(shape: Shape) -> SparsePrefillCall:
     return shape.build().to(DEVICE)
@@ -79,7 +86,7 @@ def test_the_order_is_the_greedy_oracles_and_never_leaves_a_window(
 ) -> None:
     call = made(shape)
     prepared = prepare(variant, "fast", call, window)
-    window = int(prepared.details.get("window") or window)  # whole groups may round it down
+    window = int(prepared.details["window"])  # a design may fix it, and whole tasks may round it down
     order = order_of(prepared, call)
     bounds = call.cu_seqlens_q.cpu().numpy()
     grouping.check_order(order, bounds)
@@ -87,8 +94,37 @@ def test_the_order_is_the_greedy_oracles_and_never_leaves_a_window(
         slots = np.arange(end - begin)
         of_window = (order[:, begin:end] - begin) // window
         assert np.array_equal(of_window, np.tile(slots // window, (len(order), 1)))
-    want = grouping.regroup(supports(call)[0], bounds, window, prepared.group)
-    assert np.array_equal(order, want)
+    assert np.array_equal(order, greedy(prepared, call))
+
+
+@pytest.mark.parametrize(
+    ("searched", "q_lens", "prefix", "kv_heads"),
+    [
+        (False, (60,), 40_000, 1),
+        (False, (4096,), 1000, 1),
+        (True, (4096,), 34_000, 1),
+        (True, (900, 124), 34_000, 4),
+    ],
+)
+def test_pageweaver_searches_where_that_pays_and_else_keeps_the_order(
+    searched: bool, q_lens: tuple[int, ...], prefix: int, kv_heads: int
+) -> None:
+    prefixes = [prefix] * len(q_lens)
+    call = mild(q_lens=q_lens, prefix_lens=prefixes, kv_heads=kv_heads, poison="none").to(DEVICE)
+    prepared = prepare("pageweaver", "fast", call)
+    order = order_of(prepared, call)
+    assert ("window" in prepared.details) == searched
+    if searched:
+        assert np.array_equal(order, greedy(prepared, call))
+    assert searched == (order != np.arange(call.total_q)).any()
+
+
+@pytest.mark.parametrize("variant", ["union8", "pageweaver-original"])
+def test_variants_without_a_search_report_the_original_order(variant: str) -> None:
+    call = mild(q_lens=(256,), prefix_lens=(9000,)).to(DEVICE)
+    prepared = prepare(variant, "fast", call)
+    run(prepared)
+    assert prepared.query_ids() is None and "window" not in prepared.details
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "8192" not in case.name], ids=str)
@@ -105,9 +141,12 @@ def test_the_page_lists_are_the_oracles(variant: str, case: Case) -> None:
         assert np.array_equal(getattr(seen, name), getattr(want, name)), name
 
 
-def test_regrouping_changes_the_order_and_not_the_sets() -> None:
+@pytest.mark.parametrize(
+    ("original", "online"), [("union8", "union8-regroup"), ("pageweaver-original", "pageweaver-regroup")]
+)
+def test_regrouping_changes_the_order_and_not_the_sets(original: str, online: str) -> None:
     call = mild(q_lens=(256,), prefix_lens=(9000,), kv_heads=2).to(DEVICE)
-    straight, sought = prepare("union8", "accurate", call), prepare("union8-regroup", "accurate", call)
+    straight, sought = prepare(original, "accurate", call), prepare(online, "accurate", call)
     a, b = run(straight), run(sought)
     order = order_of(sought, call)
     assert (order != np.arange(256)).any()
@@ -115,8 +154,9 @@ def test_regrouping_changes_the_order_and_not_the_sets() -> None:
     assert float((a.float() - b.float()).norm() / a.float().norm()) <= 3e-3
 
 
-def test_the_precomputed_order_is_the_online_one() -> None:
+@pytest.mark.parametrize("kernels", ["union8", "pageweaver"])
+def test_the_precomputed_order_is_the_online_one(kernels: str) -> None:
     call = mild(q_lens=(256,), prefix_lens=(9000,)).to(DEVICE)
-    online, before = prepare("union8-regroup", "fast", call), prepare("union8-precomputed", "fast", call)
+    online, before = (prepare(f"{kernels}-{order}", "fast", call) for order in ("regroup", "precomputed"))
     assert np.array_equal(order_of(online, call), order_of(before, call))
     assert torch.equal(run(online), run(before))
