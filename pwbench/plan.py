@@ -195,12 +195,13 @@ class _Stored:
         keys = [
             self._key({**expected, "mode": mode, "l2": l2}) for mode in settings.modes for l2 in settings.l2
         ]
-        return all(any(map(self._answers, self.rows.get(key, []))) for key in keys)
+        window = variants.get(name).search_window or settings.window
+        return all(any(self._answers(row, window) for row in self.rows.get(key, [])) for key in keys)
 
-    def _answers(self, row: Row) -> bool:
+    def _answers(self, row: Row, window: int) -> bool:
         if row.get("status") != "ok":
             return True  # it could not be measured; asking again would not change that
-        same_window = row.get("window") in (None, self.settings.window)
+        same_window = row.get("window") in (None, window)
         same_tensors = self.settings.tensors in ("auto", row.get("tensors"))
         return same_window and same_tensors and row.get("samples") == self.settings.samples
 

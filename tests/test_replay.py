@@ -292,6 +292,15 @@ def test_other_settings_are_other_rows(small_captures: Path, tmp_path: Path, cha
     assert not plan([small_captures / "small" / "one"], ["union8"], settings, results.load_rows(out)).done
 
 
+def test_a_window_that_is_the_variants_own_is_not_asked_for_again(small_captures: Path) -> None:
+    one, names = [small_captures / "small" / "one"], ["pageweaver-regroup", "union8-regroup"]
+    stored = replay(one, names, samples=1)
+    assert [row["window"] for row in stored] == [64, 128]
+    assert plan(one, names, Settings(device=CPU, samples=1), stored).done == ["small/one"]
+    [(_, more)] = plan(one, names, Settings(device=CPU, samples=1, window=64), stored).work
+    assert more == ["union8-regroup"]
+
+
 def test_a_missing_saved_output_is_made_though_the_row_is_there(small_captures: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.parquet"
     replay([small_captures / "small" / "one"], ["union8"], samples=1, out=out)
@@ -323,7 +332,7 @@ def test_progress_counts_up_to_the_plan_s_steps(small_captures: Path) -> None:
 
 
 def test_kill_9_in_the_middle_leaves_whole_results_and_the_rest_is_resumed(
-    small_captures: Path, tmp_path: Path, repository: Path
+    small_captures: Path, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, out = tmp_path / "captures", tmp_path / "rows.parquet"
     for index in range(12):
@@ -343,6 +352,8 @@ def test_kill_9_in_the_middle_leaves_whole_results_and_the_rest_is_resumed(
     done = {row["capture"] for row in rows}
     assert 0 < len(done) < 12, "the kill has to fall into the middle for this test to mean anything"
     assert len(rows) == 2 * len(done), "a capture's rows come together or not at all"
+    # Rows of another commit are not resumed, and somebody may work on the checkout while its tests run.
+    monkeypatch.setattr("pwbench.device.commit", lambda: rows[0]["commit"])
     finished = CliRunner().invoke(main, command[3:])
     assert finished.exit_code == 0, finished.stderr
     rows = results.load_rows(out)

@@ -65,11 +65,17 @@ class Prepared:
 
 
 class Variant(ABC):
-    """A competitor. Subclasses set the class attributes and implement `prepare`."""
+    """A competitor. Subclasses set the class attributes and implement `prepare`.
+
+    Attributes:
+        search_window: query rows of the windows it searches, where it has a size of its own; None = as
+            the options ask.
+    """
 
     name: str
     summary: str
     precisions: tuple[str, ...] = ("fast",)
+    search_window: int | None = None
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why this variant cannot run on ``device`` here and now, or None when it can."""
