@@ -48,9 +48,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=30)
     given = parser.parse_args()
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    print(
-        f"{'capture':28} {'form':20} {'us':>8} {'ns/round':>9} {'TFLOP/s':>8} {'TB/s':>6} {'rel-L2':>8} {'MHz':>5}"
-    )
+    columns = ("us", 8), ("ns/round", 9), ("TFLOP/s", 8), ("TB/s", 6), ("rel-L2", 8), ("MHz", 5)
+    print(f"{'capture':28} {'form':20}", *(f"{name:>{width}}" for name, width in columns))
     for path in capture.discover([str(path) for path in given.captures]):
         call = capture.load(path).call("cuda")
         pages, _ = supports(call)
