@@ -7,7 +7,10 @@ from pwbench import variants
 from pwbench.errors import InputError
 from pwbench.variants import _union
 
-UNION = ["pageweaver", "union8", "union8-precomputed", "union8-regroup"]
+UNION = [
+    *(f"pageweaver{path}" for path in ("", "-original", "-precomputed", "-regroup")),
+    *(f"union8{path}" for path in ("", "-precomputed", "-regroup")),
+]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 

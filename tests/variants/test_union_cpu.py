@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -8,21 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pwbench import variants
-from pwbench.grouping import check_order, identity_order, regroup
+from pwbench.grouping import check_order, identity_order, prepare_unions, regroup
 from pwbench.operator import SparsePrefillCall, supports
 from pwbench.reference import attend, compare
 from pwbench.variants import Options, Prepared
 from pwbench.variants._union_cpu import UnionWalk
 from tests.calls import SELECTIONS, make_call
 
-UNION = ["union8", "union8-regroup", "union8-precomputed", "pageweaver"]
 STAGES = {
     "reference": ["attention"],
     "union8": ["metadata", "attention"],
     "union8-regroup": ["search", "metadata", "attention"],
     "union8-precomputed": ["metadata", "attention"],
-    "pageweaver": ["search", "metadata", "attention"],
+    "pageweaver": ["metadata", "attention"],
+    "pageweaver-original": ["metadata", "attention"],
+    "pageweaver-regroup": ["search", "metadata", "attention"],
+    "pageweaver-precomputed": ["metadata", "attention"],
 }
+"""Stages by variant; those of pageweaver where a call is too small for a search."""
+UNION = [name for name in STAGES if name != "reference"]
+SEARCHING = [name for name in UNION if name.endswith(("-regroup", "-precomputed"))]
 LIMIT = 1e-5
 
 CORNERS = {
@@ -45,6 +51,22 @@ def hostile(seed: int = 0, selection: str = "random", **more) -> SparsePrefillCa
     return make_call(seed, q_lens, prefixes, 2, selection, shared_pages=4, k_scale=0.5, v_scale=3.0, **more)
 
 
+@cache
+def expected(seed: int, selection: str) -> torch.Tensor:
+    return attend(hostile(seed, selection))
+
+
+@cache
+def corner_call(name: str) -> tuple[SparsePrefillCall, torch.Tensor]:
+    call = make_call(3, **CORNERS[name])
+    return call, attend(call)
+
+
+@cache
+def expected_after_changing_ids() -> torch.Tensor:
+    return attend(replace(hostile(5, poison="none"), topk=hostile(6).topk))
+
+
 def poisoned_run(call: SparsePrefillCall, name: str, options: Options | None = None) -> Prepared:
     prepared = variants.get(name).prepare(call, options or Options())
     prepared.out.fill_(torch.nan)
@@ -58,7 +80,7 @@ def test_every_row_is_written_and_equals_the_reference(name, selection):
     call = hostile(1, selection)
     out = poisoned_run(call, name).out
     assert out.dtype == torch.float32 and out.shape == call.q.shape
-    assert compare(out, attend(call)).rel_l2 < LIMIT
+    assert compare(out, expected(1, selection)).rel_l2 < LIMIT
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -73,8 +95,8 @@ def test_rows_without_support_are_exactly_zero(name):
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner_calls_equal_the_reference(name, corner):
-    call = make_call(3, **CORNERS[corner])
-    assert compare(poisoned_run(call, name).out, attend(call)).rel_l2 < LIMIT
+    call, wanted = corner_call(corner)
+    assert compare(poisoned_run(call, name).out, wanted).rel_l2 < LIMIT
 
 
 @settings(max_examples=25, deadline=None)
@@ -121,39 +143,99 @@ def test_a_second_run_follows_ids_changed_in_place(name):
     prepared = poisoned_run(call, name)
     call.topk.copy_(hostile(6).topk)
     prepared.run()
-    assert compare(prepared.out, attend(call)).rel_l2 < LIMIT
+    assert compare(prepared.out, expected_after_changing_ids()).rel_l2 < LIMIT
 
 
-def test_original_order_reports_no_permutation():
-    assert poisoned_run(hostile(), "union8").query_ids() is None
-    assert poisoned_run(hostile(), "reference").query_ids() is None
+@pytest.mark.parametrize("name", [name for name in STAGES if name not in SEARCHING])
+def test_original_order_reports_no_permutation_and_no_window(name):
+    prepared = poisoned_run(hostile(), name)
+    assert prepared.query_ids() is None
+    assert not {"window", "search_group"} & set(prepared.details)
 
 
 @pytest.mark.parametrize("window", [64, 128])
-@pytest.mark.parametrize("name", ["union8-regroup", "union8-precomputed", "pageweaver"])
+@pytest.mark.parametrize("name", SEARCHING)
 def test_the_permutation_reported_is_that_of_the_search(name, window):
     call = hostile(7)
     prepared = poisoned_run(call, name, Options(window=window))
+    group = 8
+    if name.startswith("pageweaver"):
+        window, group = 64, 4  # whatever the options ask
+    assert prepared.details["window"] == str(window) and prepared.details["search_group"] == str(group)
     ids = prepared.query_ids()
     assert ids.dtype == torch.int32
     bounds = call.cu_seqlens_q.numpy()
     check_order(ids.numpy(), bounds)
-    assert (ids.numpy() == regroup(supports(call)[0], bounds, window, prepared.group)).all()
+    assert (ids.numpy() == regroup(supports(call)[0], bounds, window, group)).all()
     assert (ids.numpy() != identity_order(2, call.total_q)).any()
 
 
-def test_the_precomputed_permutation_is_known_before_the_call():
+@pytest.mark.parametrize("kernels", ["union8", "pageweaver"])
+def test_the_precomputed_permutation_is_known_before_the_call(kernels):
     call = hostile(8)
-    prepared = variants.get("union8-precomputed").prepare(call, Options())
+    prepared = variants.get(f"{kernels}-precomputed").prepare(call, Options())
     before = prepared.query_ids()
     prepared.run()
     assert torch.equal(before, prepared.query_ids())
-    assert torch.equal(before, poisoned_run(call, "union8-regroup").query_ids())
+    assert torch.equal(before, poisoned_run(call, f"{kernels}-regroup").query_ids())
 
 
-def test_group_sizes_are_those_of_the_names():
+def test_eight_rows_share_a_page_list():
     groups = {name: variants.get(name).prepare(hostile(), Options()).group for name in STAGES}
-    assert groups == {"reference": 1} | {name: 8 for name in UNION[:3]} | {"pageweaver": 16}
+    assert groups == {"reference": 1} | dict.fromkeys(UNION, 8)
+
+
+def test_groups_of_four_pair_up_to_unions_of_eight():
+    call = hostile(14)
+    walk = UnionWalk(call, 8)
+    walk.search(64, 4)
+    walk.metadata()
+    assert walk.unions.size.max() == 8
+    halves = prepare_unions(supports(call)[0], walk.order, call.cu_seqlens_q.numpy(), 4)
+    given = prepare_unions(supports(call)[0], identity_order(2, 145), call.cu_seqlens_q.numpy(), 4)
+    assert halves.lengths.sum() < given.lengths.sum(), "the search is there to shrink the unions of four"
+
+
+# What pageweaver chooses ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "pages", "order"),
+    [
+        (4096, 1, 257, "online"),
+        (4095, 1, 257, "original"),
+        (4096, 1, 256, "original"),
+        (1024, 4, 257, "online"),
+        (1023, 4, 257, "original"),
+        (8192, 4, 128, "original"),
+        (0, 4, 1000, "original"),
+    ],
+)
+def test_pageweaver_searches_where_rows_and_context_make_it_pay(rows, heads, pages, order):
+    call = make_call(15, (1,), (0,))
+    call = replace(
+        call,
+        q=torch.empty((rows, 16 * heads, 128), dtype=torch.bfloat16),
+        kv=torch.empty((1, heads, 128, 256), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        topk=torch.empty((heads, rows, 16), dtype=torch.int32),
+        page_table=torch.zeros((1, pages), dtype=torch.int32),
+    )
+    assert (call.total_q, call.kv_heads) == (rows, heads)
+    assert variants.get("pageweaver").order_for(call) == order
+    for name, fixed in (("original", "original"), ("regroup", "online"), ("precomputed", "precomputed")):
+        assert variants.get(f"pageweaver-{name}").order_for(call) == fixed
+
+
+def test_where_pageweaver_searches_it_does_what_pageweaver_regroup_does(monkeypatch):
+    monkeypatch.setattr("pwbench.variants._pageweaver.SEARCH_PAYS_ROWS", 290)
+    monkeypatch.setattr("pwbench.variants._pageweaver.SEARCH_HIDES_PAGES", 10)
+    call = hostile(16)
+    assert call.total_q * call.kv_heads == 290
+    chosen, fixed = (poisoned_run(call, name) for name in ("pageweaver", "pageweaver-regroup"))
+    assert [stage.name for stage in chosen.stages] == STAGES["pageweaver-regroup"]
+    assert chosen.details == fixed.details
+    assert torch.equal(chosen.query_ids(), fixed.query_ids())
+    assert torch.equal(chosen.out, fixed.out)
 
 
 @pytest.mark.parametrize("name", STAGES)
