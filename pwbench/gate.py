@@ -159,14 +159,14 @@ def compare_row_counters(blessed: Mapping[str, Any], rows: Iterable[Row]) -> lis
 
 def _grouping_of(row: Row, groupings: Mapping[str, Any]) -> Mapping[str, Any]:
     if row["window"] is not None:
-        group = _search_group(row["variant"])
+        group = search_group(row["variant"])
         name = f"regroup-w{int(row['window'])}" + (f"-g{group}" if group != counter_baseline.GROUP else "")
         return groupings.get(name, {})
     alone = groupings.get("per-query", {})
     return alone if alone.get("groups") == row["groups"] else groupings.get("original", {})
 
 
-def _search_group(variant: str) -> int:
+def search_group(variant: str) -> int:
     """Queries that the variant's search puts together; of one that is not here any more, the usual 8."""
     known = variants.get(variant) if variant in variants.names() else None
     return int(getattr(known, "search_group", counter_baseline.GROUP))

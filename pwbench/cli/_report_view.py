@@ -37,7 +37,8 @@ _SPARE = (
     "search",
     "rel-L2",
     "worst rel-L2",
-    "pages saved",
+    "4-query pages saved",
+    "union pages saved",
     "95 % interval",
     "T precomputed",
     "window",
@@ -71,7 +72,7 @@ def _geomean(console: Console, report: Report, scope: Scope) -> None:
     table = tables.geomean(report, scope)
     top = max((mean.value for mean in scope.geomeans.values()), default=0.0)
     bars = []
-    for contender, cells in zip(scope.contenders, table.rows, strict=True):
+    for contender, cells in zip(scope.shown, table.rows, strict=True):
         mean = scope.geomeans.get(contender)
         length = max(1, round(_BAR * mean.value / top)) if mean and top else 0
         bars.append(Text("█" * length, style=_VERDICT_STYLES.get(cells[4], "dim")))
@@ -84,7 +85,7 @@ def _details(console: Console, report: Report, scope: Scope) -> None:
     cells = [
         (capture, scope.cells[contender, capture])
         for capture in scope.captures
-        for contender in scope.contenders
+        for contender in scope.shown
         if (contender, capture) in scope.cells
     ]
     bars = []

@@ -56,8 +56,17 @@ OVERALL: dict[str, Callable[[Report], Table]] = {
     "paper": paper,
     "provenance": studies.provenance,
 }
-FILTERS = ("suite", "device", "gpu", "mode", "l2", "baseline")
-"""What may narrow a place: columns of the rows, and the baseline to compare with."""
+FILTERS = ("suite", "device", "gpu", "mode", "l2", "variant", "precision", "baseline")
+"""What may narrow a place: columns of the rows (several values with commas), and the baseline to compare
+with, whose rows are always there."""
+_ROW_FILTERS = ("variant", "precision")
+
+MAKERS = {
+    "windows": "captures/five-64k/* -v union8-regroup --window 64 --device cuda --out results/w64.parquet",
+    "cache": "captures/six/* --l2 warm --device cuda --out results/six-warm.parquet",
+    "tensors": "full/six/* --tensors stored --device cuda --out results/six-stored.parquet",
+}
+"""Arguments of the replay that makes the rows of a table, where it is more than a suite on a device."""
 
 
 def fill(text: str, frame: pd.DataFrame | None) -> str:
@@ -134,15 +143,23 @@ def _table_text(
     if name not in names():
         raise InputError(f"A document asks for table {name!r}; there are {', '.join(names())}.")
     if frame is None or frame.empty:
-        return _nothing(filters)
+        return _nothing(name, filters)
     baseline = filters.get("baseline", DEFAULT_BASELINE)
-    if baseline not in reports:
-        reports[baseline] = build(frame, baseline)
-    report = reports[baseline]
+    narrow = {key: filters[key].split(",") for key in _ROW_FILTERS if key in filters}
+    chosen_rows = f"{baseline} {narrow}"
+    if chosen_rows not in reports:
+        reports[chosen_rows] = build(_narrowed(frame, narrow, baseline), baseline)
+    report = reports[chosen_rows]
     if name in OVERALL:
         table = OVERALL[name](report)
-        return markdown_table(table) if table.rows else _nothing(filters) if name == "paper" else "Nothing."
-    wanted = {key: value for key, value in filters.items() if key != "baseline"}
+        return (
+            markdown_table(table)
+            if table.rows
+            else _nothing(name, filters)
+            if name == "paper"
+            else "Nothing."
+        )
+    wanted = {key: value for key, value in filters.items() if key not in (*_ROW_FILTERS, "baseline")}
     scopes = [s for s in report.scopes if all(getattr(s, key) == value for key, value in wanted.items())]
     if name in OVER_SCOPES:
         chosen = (
@@ -155,7 +172,7 @@ def _table_text(
     parts = [_captioned(table, used, filters) for table, used in shown if table.rows]
     if not parts and name == "losses" and any(scope.gains for scope in scopes):
         return "Nowhere: the online path is at least as fast as the original order on every capture."
-    return "\n\n".join(parts) if parts else _nothing(filters)
+    return "\n\n".join(parts) if parts else _nothing(name, filters)
 
 
 def _first_of_each(scopes: list[Scope]) -> list[Scope]:
@@ -192,12 +209,17 @@ def _shown(file: str) -> str:
     return file
 
 
-def _nothing(filters: Mapping[str, str]) -> str:
+def _narrowed(frame: pd.DataFrame, narrow: Mapping[str, list[str]], baseline: str) -> pd.DataFrame:
+    """The rows of the named variants and precisions, and the baseline's."""
+    keep = pd.Series(True, index=frame.index)
+    for column, values in narrow.items():
+        keep &= frame[column].isin(values) | ((frame["variant"] == baseline) & (column == "variant"))
+    return frame[keep]
+
+
+def _nothing(name: str, filters: Mapping[str, str]) -> str:
     suite = filters.get("suite", "")
     device = filters.get("device", "cuda")
-    captures = f" captures/{suite}/*" if suite else ""
-    wanted = ", ".join(f"{key} {value}" for key, value in filters.items() if key != "baseline")
-    return (
-        f"_No rows yet{f' for {wanted}' if wanted else ''}._ They are made by "
-        f"`pwbench replay{captures} --device {device} --out results/{suite or device}.parquet`."
-    )
+    captures = f"captures/{suite}/* " if suite else ""
+    usual = f"{captures}--device {device} --out results/{suite or device}.parquet"
+    return f"_No rows yet._ They are made by `pwbench replay {MAKERS.get(name, usual)}`."

@@ -45,7 +45,7 @@ _LABELS: dict[str, Any] = {"ha": "left", "va": "bottom", "fontsize": 7.5}
 
 def speedups(scope: Scope) -> str:
     """Speed-up of each contender: its geomean (diamond) and every capture (dots), with their intervals."""
-    shown = [c for c in scope.contenders if c in scope.geomeans]
+    shown = [c for c in scope.shown if c in scope.geomeans]
     values = [ratio.value for ratio in scope.speedups.values()]
     log = max(values) > 6 * min(values)
     with rc_context(_RC):
@@ -58,7 +58,7 @@ def speedups(scope: Scope) -> str:
         for place, contender in enumerate(shown):
             colour = _TOKEN[_colour(scope, contender)]
             mean = scope.geomeans[contender]
-            _label(axes, place, contender, f"{times(mean.value)}{_plus_minus(mean)}")
+            _label(axes, place, scope.named(contender), f"{times(mean.value)}{_plus_minus(mean)}")
             ratios = [
                 scope.speedups[contender, c] for c in scope.captures if (contender, c) in scope.speedups
             ]
@@ -71,13 +71,13 @@ def speedups(scope: Scope) -> str:
 
 def capture_speedups(scope: Scope, capture: str) -> str:
     """Speed-up of each contender on one capture, bars with intervals."""
-    shown = [c for c in scope.contenders if (c, capture) in scope.speedups]
+    shown = [c for c in scope.shown if (c, capture) in scope.speedups]
     with rc_context(_RC):
         figure, axes = _rows(len(shown), "times as fast as " + str(scope.baseline))
         axes.axvline(1.0, color=_TOKEN["ink"], linewidth=0.8)
         for place, contender in enumerate(shown):
             ratio = scope.speedups[contender, capture]
-            _label(axes, place, contender, f"{times(ratio.value)}{_plus_minus(ratio)}")
+            _label(axes, place, scope.named(contender), f"{times(ratio.value)}{_plus_minus(ratio)}")
             axes.barh(place, ratio.value, 0.34, color=_TOKEN[_colour(scope, contender)])
             if ratio.known:
                 ends = [[max(ratio.value - ratio.low, 0.0)], [max(ratio.high - ratio.value, 0.0)]]
@@ -88,7 +88,7 @@ def capture_speedups(scope: Scope, capture: str) -> str:
 
 def stages(scope: Scope, capture: str) -> str:
     """Where each contender's time goes on one capture: a stacked bar of its stages."""
-    shown = [(c, scope.cells[c, capture]) for c in scope.contenders if (c, capture) in scope.cells]
+    shown = [(c, scope.cells[c, capture]) for c in scope.shown if (c, capture) in scope.cells]
     totals = [row["complete_us"] for _, row in shown]
     limit = min(max(totals), 4 * float(np.median(totals)))
     unit, write = clock(totals)
@@ -98,7 +98,7 @@ def stages(scope: Scope, capture: str) -> str:
         for place, (contender, row) in enumerate(shown):
             ratio = scope.speedups.get((contender, capture))
             value = f"{write(row['complete_us'])} {unit}" + (f"  {times(ratio.value)}" if ratio else "")
-            _label(axes, place, contender, value)
+            _label(axes, place, scope.named(contender), value)
             left = 0.0
             for name in (*STAGES, "gap"):
                 length = min(max(row[f"{name}_us"] or 0.0, 0.0), max(limit - left, 0.0))
@@ -163,8 +163,8 @@ def regrouping(gains: Sequence[Gain]) -> str:
         return _svg(figure, "What regrouping saves and costs")
 
 
-def unions(capture: str, before: np.ndarray, after: np.ndarray) -> str:
-    """How large the unions of 8 queries are, before and after regrouping."""
+def unions(title: str, before: np.ndarray, after: np.ndarray, group: int) -> str:
+    """How large the unions of ``group`` queries are, before and after the search put them together."""
     top = int(max(before.max(initial=1), after.max(initial=1)))
     left = before.mean() + after.mean() > top  # where the bars are not
     bins = np.linspace(0, top + 1, min(top + 2, 48)).tolist()
@@ -181,11 +181,11 @@ def unions(capture: str, before: np.ndarray, after: np.ndarray) -> str:
                 place, offset, text, color=_TOKEN[name], ha=side, transform=axes.transAxes, fontsize=7.5
             )
         saved = 1 - after.sum() / before.sum() if before.sum() else 0.0
-        axes.set_title(f"{capture}: {saved:.1%} fewer page visits", loc="left", fontsize=8)
-        axes.set_xlabel("pages in a union of 8 queries")
+        axes.set_title(f"{title}: {saved:.1%} fewer pages", loc="left", fontsize=8)
+        axes.set_xlabel(f"pages in a union of {group} queries")
         axes.set_yticks([])
         axes.set_xlim(0, top + 1)
-        return _svg(figure, f"Union sizes of {capture}")
+        return _svg(figure, f"Union sizes of {title}")
 
 
 def ceilings(scope: Scope, reached: dict[Contender, dict[str, float]]) -> str:
@@ -198,7 +198,7 @@ def ceilings(scope: Scope, reached: dict[Contender, dict[str, float]]) -> str:
         axes.axvline(100, color=_TOKEN["ink"], linewidth=0.8)
         for place, (contender, shares) in enumerate(reached.items()):
             whole = shares.get("roofline")
-            _label(axes, place, contender, "" if whole is None else f"roofline {whole:.0%}")
+            _label(axes, place, scope.named(contender), "" if whole is None else f"roofline {whole:.0%}")
             if whole is not None:
                 axes.barh(place, 100 * whole, 0.3, color=_TOKEN["base"], alpha=0.45)
             for name, (marker, colour) in marks.items():
@@ -223,9 +223,9 @@ def _rows(count: int, xlabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _label(axes: Axes, place: int, contender: Contender, value: str) -> None:
+def _label(axes: Axes, place: int, name: str, value: str) -> None:
     across = axes.get_yaxis_transform()
-    axes.text(0, place - 0.28, contender.full, transform=across, **_LABELS)
+    axes.text(0, place - 0.28, name, transform=across, **_LABELS)
     axes.text(1, place - 0.28, value, transform=across, **{**_LABELS, "ha": "right"})
 
 

@@ -26,9 +26,7 @@ class Headline:
 
 def headline(report: Report, scope: Scope) -> Headline:
     """The scope's answer."""
-    rivals = [
-        c for c in scope.contenders if c in scope.geomeans and c.competes and c.variant != scope.baseline
-    ]
+    rivals = _rivals(scope)
     if not rivals:
         return Headline(scope.note or "Only the baseline was measured, so there is nothing to compare.")
     best = rivals[0]
@@ -49,6 +47,15 @@ def headline(report: Report, scope: Scope) -> Headline:
     if pays:
         found.facts.append(("Does the search pay?", pays))
     return found
+
+
+def _rivals(scope: Scope) -> list[Contender]:
+    """Who may be called fastest: whole calls, and of a kernel that chooses its path only its choice."""
+    whole = [
+        c for c in scope.contenders if c in scope.geomeans and c.competes and c.variant != scope.baseline
+    ]
+    chosen = {(c.variant, c.precision) for c in whole if not c.fixed_path}
+    return [c for c in whole if not c.fixed_path or (c.variant.split("-")[0], c.precision) not in chosen]
 
 
 def _how_sure(scope: Scope, best: Contender, mean: stats.Ratio) -> str:
@@ -122,7 +129,7 @@ def _how_accurate(scope: Scope, best: Contender, rivals: list[Contender]) -> str
 
 def _does_the_search_pay(scope: Scope) -> str:
     kernels: dict[Contender, list[stats.Ratio]] = {}
-    usual = [gain for gain in scope.gains if gain.contender.window == DEFAULT_WINDOW]
+    usual = [gain for gain in scope.gains if gain.contender.window in (None, DEFAULT_WINDOW)]
     for gain in usual or scope.gains:
         kernels.setdefault(gain.contender, []).append(gain.online_ratio)
     parts = []

@@ -116,11 +116,15 @@ def _glance(report: Report, parts: list[Part]) -> Table | None:
     )
     seen: dict[Contender, None] = {}
     for scope in scopes:
-        seen.update(dict.fromkeys(scope.contenders))
+        seen.update(dict.fromkeys(scope.shown))
     for contender in seen:
         means = [scope.geomeans.get(contender) for scope in scopes]
         table.rows.append(
-            [contender.label, contender.precision, *(tables.times(m.value if m else None) for m in means)]
+            [
+                contender.label,
+                scopes[0].precision_of(contender),
+                *(tables.times(m.value if m else None) for m in means),
+            ]
         )
     return table
 
@@ -141,6 +145,7 @@ def _union_figures(scope: Scope, captures: str | Path | None, note: Callable[[st
         return []
     from pwbench.capture import load
     from pwbench.capture.statistics import union_sizes
+    from pwbench.gate import search_group
     from pwbench.grouping import regroup
 
     drawn = []
@@ -157,8 +162,10 @@ def _union_figures(scope: Scope, captures: str | Path | None, note: Callable[[st
             loaded = found.tables
         except PwbenchError:
             continue  # a damaged capture has no place in the figure; `pwbench verify` names it
-        order = regroup(loaded.pages, loaded.cu_seqlens_q, window=gain.contender.window or 128, group=8)
-        drawn.append(figures.unions(capture, union_sizes(loaded, 8), union_sizes(loaded, 8, order)))
+        group = search_group(gain.contender.variant)
+        order = regroup(loaded.pages, loaded.cu_seqlens_q, window=gain.window or 128, group=group)
+        sizes = union_sizes(loaded, group), union_sizes(loaded, group, order)
+        drawn.append(figures.unions(f"{capture}, {gain.kernel}", *sizes, group))
     return drawn
 
 
@@ -169,7 +176,7 @@ def _reached(scope: Scope) -> dict[Contender, dict[str, float]]:
         return {}
     limits = {"tensor": known.rates.fp8, "L2": known.rates.l2, "exp": known.rates.exp2}
     found: dict[Contender, dict[str, float]] = {}
-    for contender in scope.contenders:
+    for contender in scope.shown:
         shares: dict[str, list[float]] = {}
         for row in scope.rows_of(contender):
             if row["groups"] is None or not row["useful_flops"]:

@@ -14,18 +14,25 @@ from functools import cached_property
 import pandas as pd
 
 from pwbench import stats
-from pwbench.results import Row
+from pwbench.results import CHOICES, Row
 
 DEFAULT_BASELINE = "flashinfer"
 CPU_BASELINE = "reference"
 DEFAULT_WINDOW = 128
+OWN_WINDOW = ("pageweaver",)
+"""Kernels whose search has a window of its own. One of them may search some captures of a suite and leave
+others in their order: that is its choice, not another contender."""
 SYNTHETIC_SUITES = ("extremes", "synthetic")
 """Suites of made-up selections: reported, always apart and last, never headlined."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A variant the way it was run: what one line of a table stands for."""
+    """A variant the way it was run: what one line of a table stands for.
+
+    Attributes:
+        window: the search's, where the options decide it; None for a kernel of `OWN_WINDOW`.
+    """
 
     variant: str
     precision: str
@@ -35,6 +42,12 @@ class Contender:
     def label(self) -> str:
         """The variant's name, with the window when it is not the default."""
         return self.variant + (f" W{self.window}" if self.window not in (None, DEFAULT_WINDOW) else "")
+
+    @property
+    def fixed_path(self) -> bool:
+        """Whether it is one path of a kernel that chooses its path itself, measured to tell them apart."""
+        stem, *path = self.variant.split("-", 1)
+        return stem in OWN_WINDOW and bool(path)
 
     @property
     def competes(self) -> bool:
@@ -52,7 +65,7 @@ class Gain:
     """What regrouping does to one capture: the paper's three paths of one kernel.
 
     Attributes:
-        contender: the online path; ``contender.variant`` ends in ``-regroup``.
+        contender: the online path: ``-regroup``, or a variant that chose to search by itself.
         original, online, precomputed: rows; the last may be None.
         online_ratio: T_original / T_online, above 1 when regrouping pays for itself.
         precomputed_ratio: T_original / T_precomputed: the same if the search were free.
@@ -65,6 +78,15 @@ class Gain:
     precomputed: Row | None
     online_ratio: stats.Ratio
     precomputed_ratio: stats.Ratio | None
+
+    @property
+    def kernel(self) -> str:
+        return self.contender.variant.removesuffix("-regroup")
+
+    @property
+    def window(self) -> int | None:
+        """Query rows of the windows that were searched."""
+        return None if self.online["window"] is None else int(self.online["window"])
 
     @property
     def net_us(self) -> float:
@@ -136,6 +158,28 @@ class Scope:
         return sorted({c for c, _ in self.cells}, key=order)
 
     @cached_property
+    def shown(self) -> list[Contender]:
+        """`contenders` for a reader: the baseline once where it computes the same in both precisions."""
+        bases = [c for c in self.contenders if c.variant == self.baseline]
+        first = next((c for c in bases if c.precision == CHOICES["precision"][0]), None)
+        twins = [c for c in bases if first is not None and c != first and self._same_results(first, c)]
+        return [c for c in self.contenders if c not in twins]
+
+    def _same_results(self, one: Contender, other: Contender) -> bool:
+        both = [c for c in self.captures if (one, c) in self.cells and (other, c) in self.cells]
+        errors = [(self.cells[one, c]["rel_l2"], self.cells[other, c]["rel_l2"]) for c in both]
+        return bool(both) and all(a is not None and a == b for a, b in errors)
+
+    def precision_of(self, contender: Contender) -> str:
+        """The contender's precision, ``either`` for a baseline that computes the same in both."""
+        hidden = set(self.contenders) - set(self.shown)
+        return "either" if any(contender.variant == c.variant for c in hidden) else contender.precision
+
+    def named(self, contender: Contender) -> str:
+        """The contender's label with its precision."""
+        return f"{contender.label} ({self.precision_of(contender)})"
+
+    @cached_property
     def speedups(self) -> dict[tuple[Contender, str], stats.Ratio]:
         """Baseline time / contender time, wherever both are known."""
         found = {}
@@ -201,6 +245,8 @@ class Scope:
     @property
     def baseline_label(self) -> str:
         """The baseline with its precision when it has only one."""
+        if len(self.shown) < len(self.contenders):
+            return str(self.baseline)
         have = sorted({c.precision for c, _ in self.cells if c.variant == self.baseline})
         return f"{self.baseline} ({have[0]})" if len(have) == 1 else f"{self.baseline} (same precision)"
 
@@ -228,11 +274,12 @@ class Scope:
         """Regrouping's three paths for every kernel, precision, window and capture that has them."""
         found = []
         for (contender, capture), online in self.cells.items():
-            if not contender.variant.endswith("-regroup"):
-                continue
             stem = contender.variant.removesuffix("-regroup")
+            chosen = stem == contender.variant
+            if chosen and not self._searched(contender, capture):
+                continue
             named = self._twin(f"{stem}-original", contender, capture)
-            original = named or self._twin(stem, contender, capture)
+            original = named if named or chosen else self._twin(stem, contender, capture)
             precomputed = self._twin(f"{stem}-precomputed", contender, capture)
             if original is None:
                 continue
@@ -257,6 +304,12 @@ class Scope:
                 place[g.capture],
             ),
         )
+
+    def _searched(self, contender: Contender, capture: str) -> bool:
+        """Whether a variant that chooses by itself searched here, with no ``-regroup`` beside it."""
+        always = self._twin(f"{contender.variant}-regroup", contender, capture)
+        searched = self.cells[contender, capture]["window"] is not None
+        return contender.competes and searched and always is None
 
     def _twin(self, variant: str, contender: Contender, capture: str) -> Row | None:
         for window in (contender.window, None):
@@ -301,7 +354,8 @@ def compare(base: Row, row: Row) -> stats.Ratio:
 
 def contender_of(row: Row) -> Contender:
     """Which line of a table the row belongs to."""
-    return Contender(row["variant"], row["precision"], None if row["window"] is None else int(row["window"]))
+    own = row["variant"].split("-")[0] in OWN_WINDOW or row["window"] is None
+    return Contender(row["variant"], row["precision"], None if own else int(row["window"]))
 
 
 def samples_of(row: Row) -> Sequence[float]:

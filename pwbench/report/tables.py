@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pwbench import stats
-from pwbench.report.model import Contender, Report, Scope
+from pwbench.report.model import Contender, Report, Scope, contender_of
 from pwbench.results import STAGES, Row
 
 ACCURATE = 2.5e-3
@@ -122,14 +122,14 @@ def geomean(report: Report, scope: Scope) -> Table:
         text=(0, 1, 4),
     )
     total = len(scope.captures)
-    for contender in scope.contenders:
+    for contender in scope.shown:
         mean = scope.geomeans.get(contender)
         rows = scope.rows_of(contender)
         used = scope.counted(contender) if mean else len(rows)
         table.rows.append(
             [
                 contender.label,
-                contender.precision,
+                scope.precision_of(contender),
                 times(mean.value if mean else None),
                 "" if contender.variant == scope.baseline else interval(mean),
                 "baseline" if contender.variant == scope.baseline else scope.says(contender),
@@ -139,7 +139,11 @@ def geomean(report: Report, scope: Scope) -> Table:
         )
     if scope.note:
         table.notes.append(scope.note)
-    if not all(contender.competes for contender in scope.contenders):
+    if len(scope.shown) < len(scope.contenders):
+        table.notes.append(
+            f"{scope.baseline} computes the same at either precision and was timed beside both."
+        )
+    if not all(contender.competes for contender in scope.shown):
         table.notes.append("precomputed: the search is done outside the timed call, so it is no competitor.")
     return table
 
@@ -151,12 +155,12 @@ def speedups(report: Report, scope: Scope) -> Table:
         ["variant", "precision", *scope.captures, "geomean"],
         text=(0, 1),
     )
-    for contender in scope.contenders:
-        if contender.variant == scope.baseline and len(scope.contenders) > 1:
+    for contender in scope.shown:
+        if contender.variant == scope.baseline and len(scope.shown) > 1:
             continue
         cells = [_with_interval(scope.speedups.get((contender, capture))) for capture in scope.captures]
         mean = scope.geomeans.get(contender)
-        table.rows.append([contender.label, contender.precision, *cells, _with_interval(mean)])
+        table.rows.append([contender.label, scope.precision_of(contender), *cells, _with_interval(mean)])
     table.notes = [scope.note] if scope.note else []
     table.notes.append("In brackets: 95 % bootstrap interval of the ratio of medians.")
     return table
@@ -173,7 +177,7 @@ def details(report: Report, scope: Scope) -> Table:
     )
     for capture in scope.captures:
         table.breaks.add(len(table.rows))
-        for contender in scope.contenders:
+        for contender in scope.shown:
             row = scope.cells.get((contender, capture))
             if row is None:
                 continue
@@ -182,7 +186,7 @@ def details(report: Report, scope: Scope) -> Table:
                 [
                     capture,
                     contender.label,
-                    contender.precision,
+                    scope.precision_of(contender),
                     times(ratio.value if ratio else None),
                     *(write(row[f"{name}_us"]) for name in ("complete", *STAGES, "gap")),
                     error(row["rel_l2"]),
@@ -207,12 +211,12 @@ def split(report: Report, scope: Scope) -> Table:
     )
     for capture in scope.captures:
         table.breaks.add(len(table.rows))
-        for contender in scope.contenders:
+        for contender in scope.shown:
             row = scope.cells.get((contender, capture))
             if row is not None:
                 cells = [write(row[f"{name}_us"]) for name in names]
                 prepare = "" if row["prepare_ms"] is None else f"{row['prepare_ms']:,.0f}"
-                table.rows.append([capture, contender.label, contender.precision, *cells, prepare])
+                table.rows.append([capture, contender.label, scope.precision_of(contender), *cells, prepare])
     return table.without_empty_columns()
 
 
@@ -237,7 +241,7 @@ def accuracy(report: Report, scope: Scope) -> Table:
         text=(0, 1, 6),
     )
     for contender in sorted(
-        scope.contenders, key=lambda c: (worst(scope.rows_of(c), "rel_l2") or math.inf, c.label)
+        scope.shown, key=lambda c: (worst(scope.rows_of(c), "rel_l2") or math.inf, c.label)
     ):
         rows = _rows_on_real_values(scope, contender)
         kinds = ", ".join(sorted({str(row["tensors"]) for row in rows}))
@@ -246,7 +250,7 @@ def accuracy(report: Report, scope: Scope) -> Table:
         table.rows.append(
             [
                 contender.label,
-                contender.precision,
+                scope.precision_of(contender),
                 error(worst(rows, "rel_l2")),
                 error(worst(rows, "max_abs")),
                 "" if lowest is None else f"{lowest:.6f}",
@@ -281,7 +285,7 @@ def counters(report: Report, scope: Scope) -> Table:
         table.breaks.add(len(table.rows))
         shared: dict[tuple[Any, ...], list[str]] = {}
         rows: dict[tuple[Any, ...], Row] = {}
-        for contender in scope.contenders:
+        for contender in scope.shown:
             row = scope.cells.get((contender, capture))
             if row is not None and row["union_pages"] is not None:
                 key = tuple(row[name] for name in (*names, "kv_bytes", "mma_flops"))
@@ -326,7 +330,7 @@ def roofline(report: Report, scope: Scope) -> Table:
     )
     for capture in scope.captures:
         table.breaks.add(len(table.rows))
-        for contender in scope.contenders:
+        for contender in scope.shown:
             row = scope.cells.get((contender, capture))
             if row is None or not row["roofline_us"] or scope.device == "cpu":
                 continue
@@ -335,7 +339,7 @@ def roofline(report: Report, scope: Scope) -> Table:
                 [
                     capture,
                     contender.label,
-                    contender.precision,
+                    scope.precision_of(contender),
                     write(row["complete_us"]),
                     write(attention),
                     write(bound),
@@ -379,12 +383,6 @@ def _with_interval(ratio: stats.Ratio | None) -> str:
 
 def _rows_on_real_values(scope: Scope, contender: Contender) -> list[Row]:
     """The contender's rows, those on stored tensors where there are any: seeded values prove nothing."""
-    mine = [
-        row
-        for row in scope.others
-        if row["tensors"] == "stored"
-        and (row["variant"], row["precision"], row["window"])
-        == (contender.variant, contender.precision, contender.window)
-    ]
+    mine = [row for row in scope.others if row["tensors"] == "stored" and contender_of(row) == contender]
     newest = {row["capture"]: row for row in mine}
     return list(newest.values()) or scope.rows_of(contender)

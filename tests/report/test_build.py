@@ -176,3 +176,34 @@ def test_windows_are_apart_and_matched_with_their_own_precomputed_path(tmp_path)
     gains = report_of(tmp_path, rows).scopes[0].gains
     assert {g.contender.window: round(g.precomputed["complete_us"]) for g in gains} == {64: 90, 128: 85}
     assert {g.contender.label for g in gains} == {"union8-regroup W64", "union8-regroup"}
+
+
+def test_a_kernel_that_chooses_by_itself_is_one_contender_where_it_searches_and_where_not(tmp_path):
+    rows = [row("flashinfer", c, complete_us=200) for c in ("a", "b")]
+    rows += [row("pageweaver", "a", complete_us=50, window=64), row("pageweaver", "b", complete_us=50)]
+    report = report_of(tmp_path, rows)
+    means = {c.label: report.scopes[0].counted(c) for c in report.scopes[0].contenders}
+    assert means == {"flashinfer": 2, "pageweaver": 2}
+
+
+def test_a_kernel_that_chose_to_search_shows_what_that_gained(tmp_path):
+    rows = [row("pageweaver", "a", complete_us=95, window=64), row("pageweaver-original", "a")]
+    rows += [row("pageweaver", "b"), row("pageweaver-original", "b")]
+    (gain,) = report_of(tmp_path, rows).scopes[0].gains
+    assert (gain.capture, gain.kernel, gain.window) == ("a", "pageweaver", 64)
+    rows += [row("pageweaver-regroup", "a", complete_us=90, window=64)]
+    (gain,) = report_of(tmp_path, rows).scopes[0].gains
+    assert gain.contender.variant == "pageweaver-regroup"
+
+
+def test_a_baseline_that_computes_the_same_in_both_precisions_is_shown_once(tmp_path):
+    rows = [row("flashinfer", precision=p, complete_us=200, rel_l2=2e-3) for p in ("fast", "accurate")]
+    rows += [row("union8", precision=p) for p in ("fast", "accurate")]
+    scope = report_of(tmp_path, rows).scopes[0]
+    bases = [c for c in scope.shown if c.variant == "flashinfer"]
+    assert [scope.named(c) for c in bases] == ["flashinfer (either)"]
+    assert scope.baseline_label == "flashinfer"
+    rows[1]["rel_l2"] = 1e-3
+    scope = report_of(tmp_path, rows).scopes[0]
+    assert [c for c in scope.shown if c.variant == "flashinfer"] != bases
+    assert len(scope.shown) == len(scope.contenders) == 4

@@ -64,7 +64,7 @@ def test_the_baseline_may_be_chosen_per_table(frame):
 )
 def test_a_place_without_rows_says_which_command_makes_them(frame, asked):
     text = documents.fill(PLACE.format(asked), frame)
-    assert "No rows yet for suite five-64k" in text
+    assert "pwbench replay captures/five-64k/*" in text
     assert "`pwbench replay captures/five-64k/* --device cuda --out results/five-64k.parquet`" in text
 
 
@@ -133,3 +133,10 @@ def test_the_repositorys_documents_are_what_its_results_give(repository, monkeyp
     assert repository / "docs" / "results.md" in pages
     assert (repository / "docs" / "columns.md").read_text() == column_dictionary()
     assert documents.fill_files(pages, results.stored(), check=True) == []
+
+
+def test_a_place_may_be_narrowed_to_some_variants_and_keeps_the_baseline(frame):
+    text = documents.fill(PLACE.format("geomean suite=six device=cuda variant=union8,union8-regroup"), frame)
+    names = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")}
+    assert {"union8", "union8-regroup", "flashinfer"} <= names
+    assert not names & {"pageweaver", "triton"}

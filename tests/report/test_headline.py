@@ -63,3 +63,12 @@ def test_cpu_times_are_not_sold_as_speed(tmp_path):
     found = said(tmp_path, row("reference", complete_us=200, **cpu), row("union8", **cpu))
     assert "they say nothing about a GPU" in found.answer
     assert "roofline" not in dict(found.facts)["Why?"]
+
+
+def test_the_fixed_paths_of_a_kernel_stand_back_behind_its_own_choice(tmp_path):
+    rows = [
+        row("pageweaver", complete_us=81, window=64),
+        row("pageweaver-regroup", complete_us=80, window=64),
+    ]
+    assert said(tmp_path, peer(), *rows).answer.startswith("pageweaver (fast) is fastest")
+    assert said(tmp_path, peer(), rows[1]).answer.startswith("pageweaver-regroup (fast) is fastest")
