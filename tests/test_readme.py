@@ -43,6 +43,9 @@ def test_the_commands_that_run_anywhere_run(
     (tmp_path / "captures").mkdir()
     for stored in (repository / "captures").iterdir():
         (tmp_path / "captures" / stored.name).symlink_to(stored)
+    (tmp_path / "results").mkdir()
+    for rows in (repository / "results").glob("*.parquet"):
+        (tmp_path / "results" / rows.name).symlink_to(rows)
     monkeypatch.chdir(tmp_path)
     assert len(RUNNABLE) >= 7
     for words in RUNNABLE:
@@ -91,3 +94,32 @@ def test_the_columns_the_readme_explains_exist() -> None:
     known = {column.name for column in COLUMNS}
     for name in ("selected_pages", "union_pages", "subgroup_pages", "roofline_us", "noise_floor"):
         assert name in known and f"`{name}`" in README
+
+
+def test_the_numbers_of_the_headline_are_those_of_the_stored_rows(repository: Path) -> None:
+    from pwbench import load_results
+    from pwbench.report import build
+
+    scope = build(load_results([repository / "results"])).scopes[0]
+    assert (scope.suite, scope.device) == ("six", "cuda")
+    found = re.search(r"has ([\d.]+)x the speed of FlashInfer .* and\s+([\d.]+)x at", README, flags=re.S)
+    assert found is not None
+    means = {c.precision: m.value for c, m in scope.geomeans.items() if c.label == "pageweaver"}
+    assert found.groups() == (f"{means['fast']:.2f}", f"{means['accurate']:.2f}")
+
+
+def test_the_session_shows_what_its_command_prints(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository)
+    (session,) = re.findall(r"\$ pwbench (report results/h200.*?)```", README, flags=re.S)
+    command, *lines = session.splitlines()
+    shown = [words for line in lines if (words := line.strip(" █").split()) and "fast" in words[1:2]]
+    printed = CliRunner().invoke(main, shlex.split(command)).output.splitlines()
+    rows = [line.strip(" █").split() for line in printed]
+    assert len(shown) >= 12
+    for words in shown:
+        assert any(_in_order(words, row) for row in rows), words
+
+
+def _in_order(words: list[str], row: list[str]) -> bool:
+    rest = iter(row)
+    return all(word in rest for word in words)

@@ -123,8 +123,10 @@ def _scope_warnings(scope: Scope) -> list[str]:
     throttled = [row for row in rows if row.get("throttle")]
     if throttled:
         what = ", ".join(sorted({str(row["throttle"]) for row in throttled}))
+        which = f"all {len(rows)} rows" if len(throttled) == len(rows) else f"{len(throttled)} {share}"
         found.append(
-            f"{len(throttled)} {share} were disturbed while sampling ({what}); not the GPU's best times"
+            f"the GPU was held back while {which} were sampled ({what}). Variants took turns, so "
+            "their ratios compare like with like; their times are not the best that this GPU can do"
         )
     few = sum(len(samples_of(row)) < stats.ENOUGH for row in rows)
     if few:

@@ -140,7 +140,7 @@ def test_few_samples_throttling_outliers_and_clocks_are_said(tmp_path):
             row("pageweaver", sm_clock_mhz=1500.0)]  # fmt: skip
     text = " ".join(report_of(tmp_path, rows).warnings)
     assert "1 of 4 rows have fewer than 20 samples" in text
-    assert "1 of 4 rows were disturbed while sampling (SW power cap)" in text
+    assert "held back while 1 of 4 rows were sampled (SW power cap)" in text
     assert re.search(r"in [12] of 4 rows more than 5% of the samples are outliers", text)
     assert "SM clocks differ between rows (1500 to 1980 MHz)" in text
 
