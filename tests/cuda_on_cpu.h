@@ -2,8 +2,6 @@
 // where there is no GPU. Every CUDA thread is a fiber; a warp or block collective suspends it until its
 // partners have arrived. Fibers are resumed in a shuffled order, which exposes missing barriers.
 #pragma once
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "byte_perm.h"
+#include "fiber_context.h"
 
 #define __device__
 #define __global__
@@ -55,7 +54,7 @@ struct Meeting {  // of the fibers of a warp or of the block
 };
 
 struct Fiber {
-    ucontext_t context;
+    Context context;
     std::vector<char> stack = std::vector<char>(STACK);
     bool done = false;
     const Meeting* awaits = nullptr;  // until its generation has passed
@@ -63,7 +62,7 @@ struct Fiber {
     bool ready() const { return !done && !(awaits && awaits->generation == generation); }
 };
 
-inline ucontext_t scheduler;
+inline Context scheduler;
 inline std::vector<Fiber> fibers;
 inline std::vector<Meeting> warps;
 inline Meeting block;
@@ -86,7 +85,7 @@ inline void meet(Meeting& meeting) {
     fiber.generation = meeting.generation;
     ++meeting.waiting;
     release_if_complete(meeting);
-    if (!fiber.ready()) swapcontext(&fiber.context, &scheduler);
+    if (!fiber.ready()) fiber.context.leave_for(scheduler);
     fiber.awaits = nullptr;
 }
 
@@ -110,6 +109,7 @@ inline void enter() {
     --block.alive;
     release_if_complete(warp());
     release_if_complete(block);
+    fibers[current].context.leave_for(scheduler);
 }
 
 inline void run_block(unsigned threads) {
@@ -121,11 +121,7 @@ inline void run_block(unsigned threads) {
         order[t] = t;
         fibers[t].done = false;
         fibers[t].awaits = nullptr;
-        getcontext(&fibers[t].context);
-        fibers[t].context.uc_stack.ss_sp = fibers[t].stack.data();
-        fibers[t].context.uc_stack.ss_size = STACK;
-        fibers[t].context.uc_link = &scheduler;
-        makecontext(&fibers[t].context, enter, 0);
+        fibers[t].context.make(fibers[t].stack.data(), STACK, enter);
     }
     while (block.alive) {
         progress = false;
@@ -133,7 +129,7 @@ inline void run_block(unsigned threads) {
         for (unsigned t : order) {
             if (!fibers[t].ready()) continue;
             current = threadIdx.x = t;
-            swapcontext(&scheduler, &fibers[t].context);
+            scheduler.leave_for(fibers[t].context);
         }
         if (!progress) {
             std::fprintf(stderr, "block %u: every thread waits for another\n", blockIdx.x);
@@ -244,5 +240,5 @@ inline void mbarrier_arrive(uint32_t barrier) {
 }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     while ((mbarrier_at(barrier).phase & 1) == parity)
-        swapcontext(&emulator::fibers[emulator::current].context, &emulator::scheduler);
+        emulator::fibers[emulator::current].context.leave_for(emulator::scheduler);
 }

@@ -3,7 +3,7 @@
 // so that a missing barrier shows. When nothing can advance any more, the launch fails and says who waits
 // for what.
 #pragma once
-#include <ucontext.h>
+#include "fiber_context.h"
 
 #include <algorithm>
 #include <cstdarg>
@@ -55,7 +55,7 @@ struct Block {
     alignas(1024) uint8_t memory[SHARED_BYTES + STATIC_BYTES];
 };
 struct Fiber {
-    ucontext_t context;
+    Context context;
     std::vector<char> stack = std::vector<char>(STACK);
     bool done;
     bool (*ready)(const void*);  // null: it may go on
@@ -66,7 +66,7 @@ struct Fiber {
 };
 struct Copy { unsigned due; std::function<void()> land; };
 
-inline ucontext_t scheduler;
+inline Context scheduler;
 inline std::vector<Fiber> fibers;
 inline std::vector<Block*> blocks;
 inline Block* block;
@@ -78,7 +78,7 @@ inline std::vector<Copy> copies;  // on their way
 inline unsigned rounds, last_event;  // rounds so far, and when something last changed for another warp
 inline std::string failure;
 
-inline void leave() { swapcontext(&fiber->context, &scheduler); }
+inline void leave() { fiber->context.leave_for(scheduler); }
 
 /// Ends the launch with a message.
 inline void fail(const char* format, ...) {
@@ -177,11 +177,7 @@ inline void start(unsigned at, unsigned index, unsigned threads, unsigned cluste
     for (unsigned t = 0; t < threads; ++t) {
         its[t].done = false;
         its[t].ready = nullptr;
-        getcontext(&its[t].context);
-        its[t].context.uc_stack.ss_sp = its[t].stack.data();
-        its[t].context.uc_stack.ss_size = STACK;
-        its[t].context.uc_link = &scheduler;
-        makecontext(&its[t].context, enter, 0);
+        its[t].context.make(its[t].stack.data(), STACK, enter);
     }
 }
 
@@ -200,7 +196,7 @@ inline void advance(Block& chosen, unsigned threads, Fiber* its) {
             fiber = its + t;
             threadIdx.x = t;
             blockIdx.x = chosen.index;
-            swapcontext(&scheduler, &fiber->context);
+            scheduler.leave_for(fiber->context);
             if (!failure.empty()) return;
         }
     }

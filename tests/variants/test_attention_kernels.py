@@ -7,7 +7,8 @@ bent into shapes that a scheduler rarely produces.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,8 +23,8 @@ from pwbench.variants._union_plan import DESIGNS, PAGE_RECORD, TASK_RECORD, Desi
 from tests.calls import make_call
 from tests.hopper import Program, compile_program
 
+DESIGN_NAMES = [(name, precision) for name in DESIGNS for precision in DESIGNS[name]]
 LIMIT = {"fast": 7e-2, "accurate": 3e-3}
-SEEDS = (1, 2)
 
 
 def images_of(call: SparsePrefillCall) -> np.ndarray:
@@ -81,20 +82,17 @@ class Tasks:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Design], Program]:
-    """Compiles an attention kernel over the emulated instructions, once."""
-    made: dict[tuple[str, ...], Program] = {}
-
-    def get(design: Design) -> Program:
-        key = (design.source, *(f"{k}{v}" for k, v in design.defines.items()))
-        if key not in made:
-            folder = tmp_path_factory.mktemp("attention")
-            made[key] = compile_program(
-                folder, design.source, {"attention": ["TensorMap", "AttentionParams"]}, design.defines
-            )
-        return made[key]
-
-    return get
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Design], Program]]:
+    """Compiles the attention kernels over the emulated instructions, all ahead of the first use."""
+    entries = {"attention": ["TensorMap", "AttentionParams"]}
+    pool = ThreadPoolExecutor(max_workers=2)
+    made = {}
+    for name, precision in DESIGN_NAMES:
+        design, folder = DESIGNS[name][precision], tmp_path_factory.mktemp(f"{name}-{precision}")
+        made[name, precision] = pool.submit(compile_program, folder, design.source, entries, design.defines)
+    names = {id(DESIGNS[name][precision]): (name, precision) for name, precision in DESIGN_NAMES}
+    yield lambda design: made[names[id(design)]].result()
+    pool.shutdown(cancel_futures=True)
 
 
 class Attention:
@@ -203,8 +201,6 @@ CALLS: dict[str, Callable[[], SparsePrefillCall]] = {
     "many pages": lambda: make_call(9, (24,), (90 * PAGE,), query_gain=1.0),
 }  # fmt: skip
 
-DESIGN_NAMES = [(name, precision) for name in DESIGNS for precision in DESIGNS[name]]
-
 
 @pytest.fixture(params=DESIGN_NAMES, ids="-".join)
 def design(request: pytest.FixtureRequest) -> tuple[Design, str]:
@@ -220,12 +216,10 @@ def test_every_row_is_written_and_close_to_the_reference(program, design, name) 
     tasks = Tasks.of(call, kind.queries, order)
     attention = Attention(program(kind), kind, call, tasks)
     wanted = attend(call)
-    outs = [attention.run(seed=seed) for seed in SEEDS]
-    assert bool(outs[0].isfinite().all())
-    assert compare(outs[0], wanted).rel_l2 <= LIMIT[precision]
-    assert not outs[0][wanted.abs().amax((1, 2)) == 0].any()
-    for out in outs[1:]:
-        assert torch.equal(out, outs[0])
+    out = attention.run()
+    assert bool(out.isfinite().all())
+    assert compare(out, wanted).rel_l2 <= LIMIT[precision]
+    assert not out[wanted.abs().amax((1, 2)) == 0].any()
 
 
 def test_any_grid_order_and_repetition_write_the_same_bits(program, design) -> None:
@@ -253,17 +247,19 @@ def test_a_query_that_is_nan_spoils_no_other_row(program, design) -> None:
     assert torch.equal(out[others], clean[others])
 
 
-def test_a_channel_that_is_infinite_spoils_no_other_head(program, design) -> None:
-    kind, precision = design
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_channel_that_is_not_finite_spoils_no_other_head(program, design, value) -> None:
+    """Not by one bit: a row moves its reference score only when it would itself saturate."""
+    kind, _ = design
     call = make_call(13, (5,), (300,))
-    wanted = attend(call)
-    call.q[2, 7, 100] = torch.inf
     attention = Attention(program(kind), kind, call, Tasks.of(call, kind.queries, straight(call)))
-    out = attention.run()
+    clean = attention.run()
+    call.q[2, 7, 100] = value
+    out = attention.run(seed=2)
     spoilt = torch.zeros(out.shape[:2], dtype=torch.bool)
     spoilt[2, 7] = True
     assert bool(out[spoilt].isnan().all())
-    assert compare(out[~spoilt], wanted[~spoilt]).rel_l2 <= LIMIT[precision]
+    assert torch.equal(out[~spoilt], clean[~spoilt])
 
 
 @pytest.mark.parametrize("name", ["tiles without pages", "nothing selected"])
