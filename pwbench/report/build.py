@@ -113,7 +113,11 @@ def _scope_order(scope: Scope) -> tuple[Any, ...]:
 
 
 def _measurement_warnings(scopes: list[Scope]) -> list[str]:
-    return [f"{scope.suite} ({scope.config}): {text}." for scope in scopes for text in _scope_warnings(scope)]
+    found: dict[tuple[str, str], list[str]] = {}
+    for scope in scopes:
+        for text in _scope_warnings(scope):
+            found.setdefault((scope.config, text), []).append(scope.suite)
+    return [f"{', '.join(suites)} ({config}): {text}." for (config, text), suites in found.items()]
 
 
 def _scope_warnings(scope: Scope) -> list[str]:
@@ -123,7 +127,7 @@ def _scope_warnings(scope: Scope) -> list[str]:
     throttled = [row for row in rows if row.get("throttle")]
     if throttled:
         what = ", ".join(sorted({str(row["throttle"]) for row in throttled}))
-        which = f"all {len(rows)} rows" if len(throttled) == len(rows) else f"{len(throttled)} {share}"
+        which = "all rows" if len(throttled) == len(rows) else f"{len(throttled)} {share}"
         found.append(
             f"the GPU was held back while {which} were sampled ({what}). Variants took turns, so "
             "their ratios compare like with like; their times are not the best that this GPU can do"

@@ -112,7 +112,8 @@ def stages(scope: Scope, capture: str) -> str:
 
 def accuracy(scope: Scope) -> str:
     """Speed-up against error: up is faster, left is more accurate."""
-    found = [(worst(scope.rows_of(c), "rel_l2"), scope.geomeans[c].value, c) for c in scope.geomeans]
+    shown = [c for c in scope.shown if c in scope.geomeans]
+    found = [(worst(scope.rows_of(c), "rel_l2"), scope.geomeans[c].value, c) for c in shown]
     points = [(error, speed, c) for error, speed, c in found if error]
     if not points:
         return ""
@@ -126,7 +127,7 @@ def accuracy(scope: Scope) -> str:
         axes.set_yscale("log" if log else "linear")
         axes.spines["left"].set_visible(True)
         left, right = min(errors) / 2, max(errors)
-        axes.set_xlim(left, right * (right / left) ** 1.1 * 4)
+        axes.set_xlim(left, right * 1.2 * (right / left) ** 0.75)
         axes.set_ylim(*((0.7 * min(speeds), 1.5 * max(speeds)) if log else (0, 1.12 * max(speeds))))
         _plain_ticks(axes, log, vertical=True)
         axes.grid(True, axis="y")

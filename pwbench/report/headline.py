@@ -8,6 +8,8 @@ from pwbench import stats
 from pwbench.report.model import DEFAULT_WINDOW, Contender, Report, Scope, samples_of
 from pwbench.report.tables import ACCURATE, clock, error, times, worst
 
+_DOCUMENTED = " (documented)"
+
 
 @dataclass
 class Headline:
@@ -26,7 +28,8 @@ class Headline:
 
 def headline(report: Report, scope: Scope) -> Headline:
     """The scope's answer."""
-    rivals = _rivals(scope)
+    rivals = [c for c in scope.shown if c in scope.geomeans and c not in scope.probes]
+    rivals = [c for c in rivals if c.variant != scope.baseline]
     if not rivals:
         return Headline(scope.note or "Only the baseline was measured, so there is nothing to compare.")
     best = rivals[0]
@@ -42,20 +45,14 @@ def headline(report: Report, scope: Scope) -> Headline:
     why = _why(scope, best)
     if why:
         found.facts.append(("Why?", why))
+    kernels = _against_which_kernels(scope, best)
+    if kernels:
+        found.facts.append(("Against what exactly?", kernels))
     found.facts.append(("At what accuracy?", _how_accurate(scope, best, rivals)))
     pays = _does_the_search_pay(scope)
     if pays:
         found.facts.append(("Does the search pay?", pays))
     return found
-
-
-def _rivals(scope: Scope) -> list[Contender]:
-    """Who may be called fastest: whole calls, and of a kernel that chooses its path only its choice."""
-    whole = [
-        c for c in scope.contenders if c in scope.geomeans and c.competes and c.variant != scope.baseline
-    ]
-    chosen = {(c.variant, c.precision) for c in whole if not c.fixed_path}
-    return [c for c in whole if not c.fixed_path or (c.variant.split("-")[0], c.precision) not in chosen]
 
 
 def _how_sure(scope: Scope, best: Contender, mean: stats.Ratio) -> str:
@@ -87,8 +84,10 @@ def _why(scope: Scope, best: Contender) -> str:
     unit, write = clock(value / len(pairs) for values in totals.values() for value in values)
     old, new = ([values[i] / len(pairs) for values in totals.values()] for i in (0, 1))
     text = (
-        f"Of its mean {write(new[0])} {unit} per call, attention takes {write(new[1])}, "
-        f"search {write(new[2])} and metadata {write(new[3])}; {scope.baseline} takes {write(old[0])}."
+        f"Of its mean {write(new[0])} {unit} per call, attention takes {write(new[1])}"
+        + (f", search {write(new[2])}" if new[2] else "")
+        + (f", metadata {write(new[3])}" if new[3] else "")
+        + f"; {scope.baseline} takes {write(old[0])}."
     )
     visits = [row["union_pages"] for _, row in pairs]
     selected = [row["selected_pages"] for _, row in pairs]
@@ -102,8 +101,25 @@ def _why(scope: Scope, best: Contender) -> str:
     if terms and shares and scope.device == "cuda":
         low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
         reach = low if low == high else f"{low} to {high}"
-        text += f" It reaches {reach} of the roofline (bound by {', '.join(terms)})."
+        rates = ", at documented rates" if any(term.endswith(_DOCUMENTED) for term in terms) else ""
+        bound = " or ".join(dict.fromkeys(term.removesuffix(_DOCUMENTED) for term in terms))
+        text += f" It reaches {reach} of the roofline (bound by {bound}{rates})."
     return text
+
+
+def _against_which_kernels(scope: Scope, best: Contender) -> str:
+    """What the baseline ran where it is a library that chooses, and the speed-up over each of its kernels."""
+    ran: dict[str, list[str]] = {}
+    for capture in scope.captures:
+        base = scope.base_row(best, capture) if (best, capture) in scope.speedups else None
+        if base is not None and base["peer"]:
+            ran.setdefault(str(base["peer"]), []).append(capture)
+    parts = []
+    for peer, captures in sorted(ran.items(), key=lambda item: -len(item[1])):
+        where = captures[0] if len(captures) == 1 else _captures(len(captures))
+        mean = stats.geomean([scope.speedups[best, capture] for capture in captures])
+        parts.append(f"{peer} on {where} ({times(mean.value)})")
+    return "; ".join(parts) + "." if parts else ""
 
 
 def _how_accurate(scope: Scope, best: Contender, rivals: list[Contender]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from pwbench import __version__, ceilings, stats
+from pwbench import __version__, ceilings, stats, variants
 from pwbench.columns import COLUMNS
 from pwbench.errors import PwbenchError
 from pwbench.report import figures, studies, tables
@@ -59,6 +59,8 @@ def html(
         report=report,
         parts=parts,
         glance=_glance(report, parts),
+        about=_about(parts),
+        purposes=_purposes(captures),
         others=[table for table in others if table.rows],
         studies=sections(report, report.main_scopes()),
         unavailable=tables.unavailable(report),
@@ -114,19 +116,37 @@ def _glance(report: Report, parts: list[Part]) -> Table | None:
         ["variant", "precision", *(scope.suite for scope in scopes)],
         text=(0, 1),
     )
-    seen: dict[Contender, None] = {}
+    seen: dict[Contender, Scope] = {}
     for scope in scopes:
-        seen.update(dict.fromkeys(scope.shown))
-    for contender in seen:
+        for contender in scope.shown:
+            seen.setdefault(contender, scope)
+    probes = {contender for scope in scopes for contender in scope.probes}
+    for contender in sorted(seen, key=lambda c: c in probes):
+        if contender in probes and not table.breaks:
+            table.breaks.add(len(table.rows))
         means = [scope.geomeans.get(contender) for scope in scopes]
-        table.rows.append(
-            [
-                contender.label,
-                scopes[0].precision_of(contender),
-                *(tables.times(m.value if m else None) for m in means),
-            ]
-        )
+        cells = [tables.times(m.value if m else None) for m in means]
+        table.rows.append([contender.label, seen[contender].precision_of(contender), *cells])
     return table
+
+
+def _about(parts: list[Part]) -> list[tuple[str, str]]:
+    """(name, what it is) of every variant on the page that this pwbench knows."""
+    shown = {contender.variant: None for part in parts for contender in part.scope.shown}
+    return [(name, variants.get(name).summary) for name in shown if name in variants.names()]
+
+
+def _purposes(captures: str | Path | None) -> dict[str, str]:
+    """What each suite is for, where the captures' definitions are at hand."""
+    path = None if captures is None else Path(captures) / "suites.toml"
+    if path is None or not path.is_file():
+        return {}
+    from pwbench.suites import load_suites
+
+    try:
+        return {name: suite.purpose for name, suite in load_suites(path).items()}
+    except PwbenchError:
+        return {}  # the page does without; `pwbench suites` names what is wrong
 
 
 def _regroup_figures(scope: Scope) -> list[str]:

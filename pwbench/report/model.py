@@ -159,11 +159,25 @@ class Scope:
 
     @cached_property
     def shown(self) -> list[Contender]:
-        """`contenders` for a reader: the baseline once where it computes the same in both precisions."""
+        """`contenders` for a reader: `probes` last, the baseline once where it computes the same in both
+        precisions."""
         bases = [c for c in self.contenders if c.variant == self.baseline]
         first = next((c for c in bases if c.precision == CHOICES["precision"][0]), None)
         twins = [c for c in bases if first is not None and c != first and self._same_results(first, c)]
-        return [c for c in self.contenders if c not in twins]
+        probes = self.probes
+        kept = [c for c in self.contenders if c not in twins]
+        return [c for c in kept if c not in probes] + [c for c in kept if c in probes]
+
+    @cached_property
+    def probes(self) -> list[Contender]:
+        """Contenders that nobody would choose, measured to tell what a search is worth: those handed their
+        permutation, and the fixed paths of a kernel that is here with its own choice."""
+        have = {(c.variant, c.precision) for c in self.contenders}
+        return [
+            c
+            for c in self.contenders
+            if not c.competes or (c.fixed_path and (c.variant.split("-")[0], c.precision) in have)
+        ]
 
     def _same_results(self, one: Contender, other: Contender) -> bool:
         both = [c for c in self.captures if (one, c) in self.cells and (other, c) in self.cells]
@@ -298,8 +312,8 @@ class Scope:
         return sorted(
             found,
             key=lambda g: (
-                g.contender.variant,
-                g.contender.precision,
+                g.kernel,
+                g.contender.precision != "fast",
                 -(g.contender.window or 0),
                 place[g.capture],
             ),

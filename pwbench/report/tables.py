@@ -137,14 +137,20 @@ def geomean(report: Report, scope: Scope) -> Table:
                 error(worst(rows, "rel_l2")),
             ]
         )
+        if contender in scope.probes and not table.breaks:
+            table.breaks.add(len(table.rows) - 1)
     if scope.note:
         table.notes.append(scope.note)
     if len(scope.shown) < len(scope.contenders):
         table.notes.append(
             f"{scope.baseline} computes the same at either precision and was timed beside both."
         )
-    if not all(contender.competes for contender in scope.shown):
-        table.notes.append("precomputed: the search is done outside the timed call, so it is no competitor.")
+    if scope.probes:
+        names = ", ".join(dict.fromkeys(contender.variant for contender in scope.probes))
+        table.notes.append(
+            f"{names}: measured to tell what a search is worth, not to choose from. original never "
+            "searches, regroup always does, precomputed is handed what a search finds."
+        )
     return table
 
 
