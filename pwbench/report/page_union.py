@@ -218,7 +218,7 @@ class Study:
         """Where the measured numbers come from, in one sentence."""
         mine = [row for (_, _, variant), row in self.times.items() if variant == "page-union"]
         if not mine:
-            return "No stored result holds page-union on a GPU yet: measured columns are empty."
+            return "No stored result holds page-union on a GPU yet: its measured columns are empty."
         facts = [sorted({str(row[name]) for row in mine}) for name in ("gpu", "driver", "cuda", "commit")]
         dates = sorted({str(row["created_utc"])[:10] for row in mine})
         gpu, driver, cuda, commit = (", ".join(one) for one in facts)
