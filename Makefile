@@ -48,9 +48,11 @@ gate: setup
 docs: setup
 	$(BIN)/python -c "import pwbench.columns as c; print(c.column_dictionary(), end='')" > docs/columns.md
 	$(BIN)/pwbench report --fill README.md --fill docs/results.md
+	$(BIN)/python -m pwbench.report.page_union
 
 docs-check: setup
 	$(BIN)/pwbench report --fill README.md --fill docs/results.md --check
+	$(BIN)/python -m pwbench.report.page_union --check
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache

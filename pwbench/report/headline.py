@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pwbench import stats
 from pwbench.report.model import DEFAULT_WINDOW, Contender, Report, Scope, samples_of
@@ -156,12 +156,25 @@ def _does_the_search_pay(scope: Scope) -> str:
         word = "saves" if net >= 0 else "costs"
         kernel = contender.full.replace("-regroup", "")
         part = f"for {kernel} regrouping {word} {abs(net):.1%} of the call, search included"
-        parts.append(part + (f" (it loses on {lost} of {_captures(len(ratios))})" if lost else ""))
+        part += f" (it loses on {lost} of {_captures(len(ratios))})" if lost else ""
+        if contender.fixed_path:
+            part += _left_out(scope, contender)
+        parts.append(part)
     text = "; ".join(parts)
     doubt = (
         "" if all(r.enough for ratios in kernels.values() for r in ratios) else " Too few samples to be sure."
     )
     return text[:1].upper() + text[1:] + "." + doubt if text else ""
+
+
+def _left_out(scope: Scope, path: Contender) -> str:
+    """Where the kernel chose not to search, though searching everywhere is what was judged."""
+    choice = replace(path, variant=path.variant.split("-")[0])
+    rows = [scope.cells[choice, c] for c in scope.captures if (choice, c) in scope.cells]
+    skipped = sum(row["window"] is None for row in rows)
+    if not skipped:
+        return ""
+    return f"; left to itself it searches on {len(rows) - skipped} of {_captures(len(rows))}"
 
 
 def _captures(number: int) -> str:

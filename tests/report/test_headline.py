@@ -72,3 +72,11 @@ def test_the_fixed_paths_of_a_kernel_stand_back_behind_its_own_choice(tmp_path):
     ]
     assert said(tmp_path, peer(), *rows).answer.startswith("pageweaver (fast) is fastest")
     assert said(tmp_path, peer(), rows[1]).answer.startswith("pageweaver-regroup (fast) is fastest")
+
+
+def test_where_a_kernel_chose_not_to_search_it_says_so(tmp_path):
+    rows = [peer(), row("pageweaver"), row("pageweaver-original")]
+    rows += [row("pageweaver-regroup", complete_us=110, window=64)]
+    text = dict(said(tmp_path, *rows).facts)["Does the search pay?"]
+    assert "regrouping costs" in text
+    assert "left to itself it searches on 0 of 1 capture" in text
