@@ -81,15 +81,6 @@ __device__ __forceinline__ void finish_task(const Shared& shared, const Attentio
     if (owner.query >= 0) store_rows(rows, output_of(params, owner), params.v_scale);
 }
 
-/// A query without any page: zeros.
-__device__ __forceinline__ void store_nothing(const AttentionParams& params, const Owner& owner) {
-    if (owner.query < 0) return;
-    uint8_t* out = output_of(params, owner);
-#pragma unroll
-    for (int at = 0; at < GROUP_HEADS * HEAD_DIM * 2; at += 32 * 16)
-        *reinterpret_cast<uint4*>(out + at + (threadIdx.x & 31) * 16) = make_uint4(0, 0, 0, 0);
-}
-
 /// The pages that this warpgroup's queries selected, task after task. All lanes hold the same state.
 /// NOTE: a task without any is handed out as a page without members, not finished on the way: that waits
 /// for its Q tile, whose place the task still in hand may occupy.
@@ -111,36 +102,36 @@ struct Walk {
     }
 
     __device__ __forceinline__ Page next() {
+        uint32_t word = 0, fill = 0;
+        int of = task;
         while (uniform(live) == 0) {
             batch += 32;
             if (batch < pages) {
                 load();
             } else if (!met) {
-                met = true;
-                return {0, task, 0, 0, 0, 0};
+                break;
             } else {
                 first_fill += pages;
                 const TaskRecord* record = wait_task(shared, ++task);
-                if (record->queries < 0) return {0, -1, 0, 0, 0, 0};
-                pages = record->pages;
+                const bool ended = record->queries < 0;
+                of = ended ? -1 : task;
+                pages = ended ? 0 : record->pages;
                 batch = 0;
-                met = false;
+                met = ended;
                 load();
+                if (ended) break;
             }
         }
         met = true;
-        const int lane = __ffs(live) - 1;
-        live &= live - 1;
-        const uint32_t word = uniform(__shfl_sync(0xffffffff, mine, lane));
-        const uint32_t fill = uniform(first_fill + batch + lane);
+        if (live != 0) {
+            const int lane = __ffs(live) - 1;
+            live &= live - 1;
+            word = __shfl_sync(0xffffffff, mine, lane);
+            fill = first_fill + batch + lane;
+        }
+        // Broadcast here, behind every branch: what is made of a page is one for the warp to the compiler too.
+        word = uniform(word), fill = uniform(fill), of = uniform(of);
         const int members = (word >> (16 + group * TILE_QUERIES)) & 15;
-        return {fill, task, static_cast<int>(word & 0xffff), members, fill % STAGES, (fill / STAGES) & 1};
+        return {fill, of, static_cast<int>(word & 0xffff), members, fill % STAGES, (fill / STAGES) & 1};
     }
 };
-
-/// Finishes a task that has no page of this tile.
-__device__ __forceinline__ void finish_empty_task(const Shared& shared, const AttentionParams& params, int n, int group) {
-    wait_queries(shared, params, n, group);  // NOTE: unread, but its phase must not be skipped
-    store_nothing(params, owner_of(shared, n, group));
-    release_task(shared, n);
-}
