@@ -19,7 +19,6 @@ can avoid, so a time below it is no feat but an error of the measurement.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pwbench.errors import InputError
+from pwbench.files import parse_json, replace_text
 from pwbench.operator import HEAD_DIM
 
 SCHEMA = {"name": "pwbench.ceilings", "major": 1, "minor": 0}
@@ -209,14 +209,7 @@ def path_for(gpu: str, folder: str | Path = "results") -> Path:
 
 def store(ceilings: Ceilings, path: str | Path) -> None:
     """Write measured ceilings as JSON, whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(as_dict(ceilings), indent=2) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_text(path, json.dumps(as_dict(ceilings), indent=2) + "\n")
 
 
 def as_dict(ceilings: Ceilings) -> dict[str, Any]:
@@ -238,7 +231,7 @@ def load(path: str | Path) -> Ceilings:
     """
     path = Path(path)
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(
             f"{path} is not readable as JSON ({error}); measure again: pwbench ceilings."
@@ -252,11 +245,15 @@ def load(path: str | Path) -> Ceilings:
             "measure again: pwbench ceilings."
         )
     stored = data.get("rates")
-    rates = {field.name: (stored or {}).get(field.name) for field in fields(Rates)}
+    if not isinstance(stored, dict):
+        raise InputError(f"{path}: rates is {stored!r}, expected a JSON object; measure again.")
+    rates = {field.name: stored.get(field.name) for field in fields(Rates)}
     for name, value in rates.items():
-        if value is not None and not (isinstance(value, int | float) and value > 0):
+        if value is not None and not (isinstance(value, int | float) and 0 < value < 1e300):
             raise InputError(f"{path}: {name} is {value!r}, expected a positive number; measure again.")
-    return Ceilings(str(data.get("gpu")), Rates(**rates), "measured", data.get("provenance") or {})
+    provenance = data.get("provenance")
+    about = provenance if isinstance(provenance, dict) else {}
+    return Ceilings(str(data.get("gpu")), Rates(**rates), "measured", about)
 
 
 def find(gpu: str | None, folder: str | Path = "results") -> Ceilings | None:

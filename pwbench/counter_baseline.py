@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from pwbench import counters
 from pwbench.capture import Capture, discover, load
 from pwbench.errors import InputError, MeasurementError
+from pwbench.files import parse_json, replace_text
 from pwbench.grouping import identity_order, regroup
 from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, SparsePrefillCall, supports
 
@@ -73,7 +73,7 @@ def _call_without_values(capture: Capture) -> SparsePrefillCall:
     tables = capture.tables
     heads, pages = tables.kv_heads, max(tables.cache_pages, 1)
     q = torch.empty((tables.total_q, GROUP_HEADS * heads, HEAD_DIM), dtype=torch.bfloat16)
-    kv = torch.empty((pages, heads, PAGE, 2 * HEAD_DIM), dtype=torch.float8_e4m3fn)
+    kv = torch.empty((1, heads, PAGE, 2 * HEAD_DIM), dtype=torch.float8_e4m3fn).expand(pages, -1, -1, -1)
     return tables.call(q, kv, softmax_scale=1.0)
 
 
@@ -85,15 +85,15 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(
             f"There is no counter baseline at {path}; `pwbench gate --bless --why 'first'` makes one."
         ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is no readable baseline ({error}); bless again.") from error
-    schema = stored.get("schema", {}) if isinstance(stored, dict) else {}
-    if schema.get("name") != SCHEMA_NAME or not isinstance(stored.get("captures"), dict):
+    schema = stored.get("schema") if isinstance(stored, dict) else None
+    if not isinstance(schema, dict) or schema.get("name") != SCHEMA_NAME:
         raise InputError(
             f"{path} is JSON but not a counter baseline of pwbench (its schema does not say so)."
         )
@@ -101,7 +101,25 @@ def read(path: str | Path) -> dict[str, Any]:
         raise InputError(
             f"{path} has format {schema.get('major')}, this pwbench reads {SCHEMA_MAJOR}: bless anew."
         )
+    for what in _misshapen(stored):
+        raise InputError(f"{path}: {what}; the file was edited: restore it, or move it away and bless anew.")
     return dict(stored)
+
+
+def _misshapen(stored: dict[str, Any]) -> Iterator[str]:
+    """What of a baseline is not as `bless` writes it."""
+    if not isinstance(stored.get("blessed"), list):
+        yield "blessed is no list"
+    captures = stored.get("captures")
+    if not isinstance(captures, dict):
+        yield "captures is no JSON object"
+        return
+    for name, entry in captures.items():
+        groupings = entry.get("groupings") if isinstance(entry, dict) else None
+        if not isinstance(groupings, dict) or not isinstance(entry.get("tables_sha256"), str):
+            yield f"the entry of {name} lacks tables_sha256 or groupings"
+        elif not all(isinstance(counted, dict) for counted in groupings.values()):
+            yield f"a grouping of {name} is no JSON object"
 
 
 def bless(path: str | Path, captures: dict[str, Any], why: str, who: str | None = None) -> dict[str, str]:
@@ -119,17 +137,9 @@ def bless(path: str | Path, captures: dict[str, Any], why: str, who: str | None 
         "blessed": [*history, entry],
         "captures": captures,
     }
-    temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(stored, file, indent=1, sort_keys=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_text(path, json.dumps(stored, indent=1, sort_keys=True) + "\n")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise MeasurementError(
             f"Could not write {path}: {error.strerror}; the old baseline is unchanged."
         ) from error

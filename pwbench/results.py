@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from filelock import FileLock
 from pwbench import __version__
 from pwbench.columns import COLUMNS, Column
 from pwbench.errors import InputError, MeasurementError
+from pwbench.files import parse_json, replacing
 
 SCHEMA_NAME = "pwbench.results"
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
@@ -37,6 +39,7 @@ __all__ = [
     "Column",
     "Row",
     "append",
+    "check_writable",
     "describe",
     "load",
     "load_rows",
@@ -68,6 +71,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Columns that hold one of a few words."""
 
 _REQUIRED = ("session", "suite", "capture", "variant", "device", "precision", "mode", "l2", "status")
+_JUDGED = [*_REQUIRED, *(n for n in CHOICES if n not in _REQUIRED), "reason", "complete_us", "samples"]
 _ARROW = {
     "string": pa.string(),
     "int64": pa.int64(),
@@ -129,6 +133,24 @@ def append(path: str | Path, rows: Iterable[Row], provenance: Mapping[str, Any] 
         _replace(path, merged)
 
 
+def check_writable(path: str | Path) -> None:
+    """Find out before hours of measuring whether their rows can be stored at ``path``.
+
+    Raises:
+        MeasurementError: they cannot.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
+    except OSError as error:
+        raise MeasurementError(
+            f"Nothing can be written beside {path}: {error.strerror or error}. Nothing was measured; name "
+            "another file."
+        ) from None
+
+
 def _lock_path(path: Path) -> str:
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     return str(Path(tempfile.gettempdir()) / f"pwbench-results-{digest}.lock")
@@ -149,23 +171,14 @@ def _map_items(samples: Mapping[str, Sequence[float]] | None) -> list[tuple[str,
 
 
 def _replace(path: Path, table: pa.Table) -> None:
-    temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with replacing(path) as file:
             pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise MeasurementError(
             f"Could not write {path}: {error.strerror or error}; what was there before is unchanged. "
             "Make room or name another file, then run the same command again."
         ) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _checked(row: Row) -> Row:
@@ -176,25 +189,29 @@ def _checked(row: Row) -> Row:
         raise InputError(
             f"{label} has the unknown column {unknown[0]!r}; docs/columns.md lists the known ones."
         )
+    complaint = _complaint(row)
+    if complaint:
+        raise InputError(f"{label} {complaint}")
+    return row
+
+
+def _complaint(row: Row) -> str | None:
+    """How a row contradicts the format or itself, or None."""
     for name in _REQUIRED:
         if not row.get(name):
-            raise InputError(f"{label} lacks {name}, expected a value.")
+            return f"lacks {name}, expected a value."
     for name, allowed in CHOICES.items():
         value = row.get(name)
         if value is not None and value not in allowed:
-            raise InputError(f"{label} has {name} {value!r}, expected {' or '.join(allowed)}.")
+            return f"has {name} {value!r}, expected {' or '.join(allowed)}."
     if row["status"] != "ok":
-        if not row.get("reason"):
-            raise InputError(f"{label} is {row['status']} without a reason, expected one.")
-        return row
-    if row.get("complete_us") is None or not row["complete_us"] > 0:
-        raise InputError(
-            f"{label} is ok with complete_us {row.get('complete_us')}, expected a positive time."
-        )
+        return None if row.get("reason") else f"is {row['status']} without a reason, expected one."
+    if row.get("complete_us") is None or not 0 < row["complete_us"] < math.inf:
+        return f"is ok with complete_us {row.get('complete_us')}, expected a positive time."
     values = row.get("complete_samples")
     if values is not None and len(values) != row.get("samples"):
-        raise InputError(f"{label} holds {len(values)} samples but says {row.get('samples')}.")
-    return row
+        return f"holds {len(values)} samples but says {row.get('samples')}."
+    return None
 
 
 # Reading ------------------------------------------------------------------------------------
@@ -252,8 +269,9 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         elif path.exists():
             found.append(path)
         else:
+            wanted = path if path.suffix == ".parquet" else path / "mine.parquet"
             raise InputError(
-                f"There is no results file at {path}; `pwbench replay --out {path}` would make it."
+                f"There are no results at {path}; `pwbench replay --out {wanted}` would make some."
             )
     if not found:
         where = ", ".join(map(str, named)) or "the paths given"
@@ -286,12 +304,21 @@ def _read(path: Path) -> tuple[pa.Table, dict[str, Any]]:
             "else: restore it or leave it out."
         ) from error
     about = _about(path, table.schema.metadata or {})
-    return _conform(path, table), about
+    conforming = _conform(path, table)
+    # A row may come from another tool's hands, or from a newer minor version with words we do not know.
+    for number, row in enumerate(conforming.select(_JUDGED).to_pylist()):
+        complaint = _complaint(row)
+        if complaint:
+            raise InputError(
+                f"{path}, row {number} ({row['variant']} on {row['capture']}) {complaint} The file was "
+                "edited or written by something else: restore it or leave it out."
+            )
+    return conforming, about
 
 
 def _about(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
     try:
-        about = json.loads(metadata[_METADATA_KEY])
+        about = parse_json(metadata[_METADATA_KEY])
         name, major = about["name"], about["major"]
     except (KeyError, TypeError, ValueError):
         name, major, about = None, None, {}
@@ -304,12 +331,16 @@ def _about(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
             f"{path} has results format {major}.{about.get('minor')}, this pwbench reads {SCHEMA_MAJOR}.x: "
             "use the version that wrote it, or replay again."
         )
-    return dict(about)
+    provenance = about.get("provenance")
+    return {**about, "provenance": provenance if isinstance(provenance, dict) else {}}
 
 
 def _conform(path: Path, table: pa.Table) -> pa.Table:
     """The table with every known column in order; one that an older minor version lacks is null."""
     expected = schema()
+    twice = [name for name, times in Counter(table.column_names).items() if times > 1]
+    if twice:
+        raise InputError(f"{path} has column {twice[0]} more than once, expected once: restore it.")
     arrays, fields = [], []
     for field in expected:
         if field.name in table.column_names:

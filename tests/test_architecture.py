@@ -59,7 +59,7 @@ def test_the_oracles_know_only_the_operator(module: str) -> None:
 def test_captures_know_the_operator_and_the_oracles_only(module: str) -> None:
     # The oracles, because `verify` recomputes the model's output and `inspect` counts unions; the
     # device, because a capture says which machine made it.
-    allowed = ["operator", "errors", "capture", "reference", "grouping", "counters", "device"]
+    allowed = ["operator", "errors", "files", "capture", "reference", "grouping", "counters", "device"]
     assert {_top(name) for name in _own(module)} <= {"pwbench", *(f"pwbench.{name}" for name in allowed)}
 
 

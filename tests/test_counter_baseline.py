@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pwbench import counter_baseline, counters
+from pwbench import counter_baseline, counters, files
 from pwbench.capture import load
 from pwbench.errors import CaptureError, InputError, MeasurementError
 from pwbench.grouping import identity_order, regroup
@@ -42,8 +42,9 @@ def test_a_folder_without_captures_is_refused(tmp_path):
 
 def test_blessing_records_who_when_and_why_and_keeps_the_history(tmp_path):
     path = tmp_path / "results" / "counters.json"
-    counter_baseline.bless(path, {"a/b": {}}, "first", who="Ada")
-    counter_baseline.bless(path, {"a/c": {}}, " second ", who="Grace")
+    entry = {"tables_sha256": "00", "groupings": {}}
+    counter_baseline.bless(path, {"a/b": entry}, "first", who="Ada")
+    counter_baseline.bless(path, {"a/c": entry}, " second ", who="Grace")
     stored = counter_baseline.read(path)
     assert list(stored["captures"]) == ["a/c"]
     assert [(e["who"], e["why"]) for e in stored["blessed"]] == [("Ada", "first"), ("Grace", "second")]
@@ -63,13 +64,13 @@ def test_blessing_without_a_reason_is_refused(tmp_path, why):
 
 def test_a_full_disk_leaves_the_old_baseline(tmp_path, monkeypatch):
     path = tmp_path / "c.json"
-    counter_baseline.bless(path, {"a/b": {}}, "first")
+    counter_baseline.bless(path, {"a/b": {"tables_sha256": "00", "groupings": {}}}, "first")
     before = path.read_text()
 
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(counter_baseline.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(MeasurementError, match="the old baseline is unchanged"):
         counter_baseline.bless(path, {}, "second")
     assert path.read_text() == before

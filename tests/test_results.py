@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import pwbench
-from pwbench import results
+from pwbench import files, results
 from pwbench.columns import column_dictionary
 from pwbench.errors import InputError, MeasurementError
 from tests.rows import row, suite_rows, unavailable
@@ -78,7 +78,7 @@ def test_a_full_disk_leaves_the_old_file_whole(tmp_path, monkeypatch, failing):
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(results.os, failing, full)
+    monkeypatch.setattr(files.os, failing, full)
     with pytest.raises(MeasurementError, match="No space left on device; what was there before is unchanged"):
         results.append(path, [row("triton")])
     assert path.read_bytes() == before
@@ -174,8 +174,10 @@ def test_a_column_of_another_type_is_refused(tmp_path):
 def test_paths_without_results_are_refused_with_the_command_that_makes_them(tmp_path):
     with pytest.raises(InputError, match=r"No results file .* `pwbench replay` makes one"):
         results.load(tmp_path)
-    with pytest.raises(InputError, match=r"no results file at .*b\.parquet"):
+    with pytest.raises(InputError, match=r"no results at .*b\.parquet; `pwbench replay --out .*b\.parquet`"):
         results.load(tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=r"`pwbench replay --out .*absent/mine\.parquet`"):
+        results.load(tmp_path / "absent")
 
 
 def test_a_file_named_twice_is_read_once_and_unfinished_files_are_ignored(tmp_path):

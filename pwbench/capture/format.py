@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -97,7 +98,7 @@ class Tables:
     def causal_lens(self) -> np.ndarray:
         """Tokens that each query row may see, ``[total_q]`` int32: min(L, position + 1)."""
         length = self.seq_lens[request_of_rows(self.cu_seqlens_q)]
-        return np.minimum(length, self.positions + 1).astype(np.int32)
+        return np.minimum(length, self.positions.astype(np.int64) + 1).astype(np.int32)
 
     @property
     def right_aligned(self) -> bool:
@@ -193,11 +194,12 @@ class Tables:
             raise CaptureError(
                 f"{directory / QUERIES}: column pages is {pages.type}, expected lists of exactly {TOPK}."
             )
-        ids = pages.flatten().to_numpy(zero_copy_only=False).astype(np.int32)
-        if len(ids) != heads * total_q * TOPK:
+        ids = pages.flatten()
+        if len(ids) != heads * total_q * TOPK or ids.null_count:
             raise CaptureError(
                 f"{directory / QUERIES}: column pages holds nulls, expected {TOPK} ids in every row."
             )
+        ids = _int32(ids.to_numpy(zero_copy_only=False), f"{directory / QUERIES}: column pages")
         if (q_len < 0).any():
             raise CaptureError(f"{directory / REQUESTS}: q_len holds {q_len.min()}, expected at least 0.")
         page_lists = requests["page_table"]
@@ -211,7 +213,7 @@ class Tables:
         width = max((len(t) for t in tables), default=0)
         page_table = np.full((len(tables), width), INVALID, dtype=np.int32)
         for request, row in enumerate(tables):
-            page_table[request, : len(row)] = row
+            page_table[request, : len(row)] = _int32(row, f"{directory / REQUESTS}: column page_table")
         return cls(
             pages=ids.reshape(heads, total_q, TOPK),
             counts=_ints(queries, "n_sel").astype(np.int32).reshape(heads, total_q),
@@ -269,7 +271,16 @@ def _ints(table: pa.Table, column: str) -> np.ndarray:
         raise CaptureError(
             f"Column {column} is {values.type} with {values.null_count} nulls, expected integers."
         )
-    return values.to_numpy().astype(np.int64)
+    return _int32(values.to_numpy(), f"Column {column}").astype(np.int64)
+
+
+def _int32(values: Any, what: str) -> np.ndarray:
+    """``values`` as int32, refused where that would change one."""
+    wide = np.asarray(values)
+    for extreme in (wide.max(), wide.min()) if wide.size else ():
+        if not -(1 << 31) <= extreme < 1 << 31:
+            raise CaptureError(f"{what} holds {extreme}, expected what 32 bits can hold.")
+    return wide.astype(np.int32)
 
 
 def _write_parquet(table: pa.Table, path: Path) -> None:
@@ -278,16 +289,17 @@ def _write_parquet(table: pa.Table, path: Path) -> None:
         for name in table.column_names
         if name in _DELTA_COLUMNS or pa.types.is_int32(table.schema.field(name).type)
     }
-    pq.write_table(
-        table,
-        path,
-        compression="zstd",
-        compression_level=19,
-        use_dictionary=False,
-        column_encoding=leaves,
-        row_group_size=_ROW_GROUP,
-        write_statistics=False,
-    )
+    with path.open("wb") as file:
+        pq.write_table(
+            table,
+            file,
+            compression="zstd",
+            compression_level=19,
+            use_dictionary=False,
+            column_encoding=leaves,
+            row_group_size=_ROW_GROUP,
+            write_statistics=False,
+        )
 
 
 def read_table(path: Path) -> pa.Table:
@@ -298,9 +310,14 @@ def read_table(path: Path) -> pa.Table:
     """
     columns = QUERY_COLUMNS if path.name == QUERIES else REQUEST_COLUMNS
     try:
-        table = pq.read_table(path)
+        # Opened here: Arrow itself takes only UTF-8 paths, and a folder for a whole data set.
+        with path.open("rb") as file:
+            table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
         raise CaptureError(f"{path} cannot be read as Parquet: {error}.") from None
+    twice = [name for name in columns if table.column_names.count(name) > 1]
+    if twice:
+        raise CaptureError(f"{path} has column {twice[0]} more than once, expected once.")
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise CaptureError(f"{path} has no column {', '.join(missing)}; expected {', '.join(columns)}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from pwbench.capture import seeded
 from pwbench.capture.format import KINDS, MANIFEST, SCHEMA_MAJOR, SCHEMA_NAME, TENSORS, Tables
 from pwbench.errors import CaptureError, OperatorError
+from pwbench.files import parse_json
 from pwbench.operator import PAGE, SparsePrefillCall
 
 CAPTURES = "captures"
@@ -138,7 +138,7 @@ def load(path: str | Path) -> Capture:
         hint = "" if path.is_dir() else " (no such directory)"
         raise CaptureError(f"{path} is not a capture: it holds no {MANIFEST}{hint}.")
     try:
-        manifest = json.loads(manifest_path.read_text())
+        manifest = parse_json(manifest_path.read_bytes())
     except (OSError, ValueError) as error:
         raise CaptureError(f"{manifest_path} is not JSON: {error}.") from None
     _check_manifest(path, manifest)
@@ -153,23 +153,29 @@ def discover(paths: Sequence[str | Path] = ()) -> list[Path]:
     Raises:
         CaptureError: a path holds no capture.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for root in [Path(p) for p in paths] or [Path(CAPTURES)]:
-        here = list(_below(root))
+        here = list(_below(root, set()))
         if not here:
-            reason = "no capture in or below it" if root.is_dir() else "no such directory"
+            reason = "no capture in or below it" if root.is_dir() else (
+                "a file, not a directory" if root.exists() else "no such directory"
+            )  # fmt: skip
             raise CaptureError(f"{root}: {reason}; a capture is a directory with a {MANIFEST}.")
-        found.update(dict.fromkeys(here))
-    return list(found)
+        for path in here:
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
-def _below(root: Path) -> Sequence[Path]:
+def _below(root: Path, seen: set[Path]) -> Sequence[Path]:
     if (root / MANIFEST).is_file():
         return [root]
-    if not root.is_dir():
+    place = root.resolve()
+    # NOTE: a link back up would lead round for ever.
+    if not root.is_dir() or place in seen:
         return []
+    seen.add(place)
     children = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    return [capture for child in children for capture in _below(child)]
+    return [capture for child in children for capture in _below(child, seen)]
 
 
 def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
@@ -215,8 +221,39 @@ def _check_manifest(path: Path, manifest: Any) -> None:
         "quant.v_scale": manifest["quant"].get("v_scale"),
     }
     for key, value in numbers.items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CaptureError(f"{where}: {key} is {value!r}, expected a number.")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not _fits_a_float(value):
+            raise CaptureError(f"{where}: {key} is {_short(value)}, expected a number.")
+    for key in _GEOMETRY:
+        if not _is_count(manifest["geometry"].get(key)):
+            seen = _short(manifest["geometry"].get(key))
+            raise CaptureError(f"{where}: geometry.{key} is {seen}, expected a whole number.")
+    if not _is_count(manifest["tensors"].get("seed", 0)):
+        seen = _short(manifest["tensors"]["seed"])
+        raise CaptureError(f"{where}: tensors.seed is {seen}, expected a whole number.")
+    for key in _FACTS:
+        if not isinstance(manifest.get(key), dict | None):
+            raise CaptureError(f"{where}: {key} is {_short(manifest[key])}, expected a JSON object or null.")
+
+
+_GEOMETRY = ("q_heads", "kv_heads", "requests", "total_q", "context", "cache_pages")
+_FACTS = ("source", "model", "synthetic", "env", "stats")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _fits_a_float(value: int | float) -> bool:
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _without_tails(kv: torch.Tensor, tables: Tables) -> torch.Tensor:

@@ -7,6 +7,7 @@ the next writer in the same place.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ from pwbench.capture.format import (
 from pwbench.capture.provenance import environment, utc_now
 from pwbench.capture.statistics import union_sizes
 from pwbench.errors import CaptureError
+from pwbench.files import alive
 from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, TOPK, SparsePrefillCall
 
 _PARTIAL = re.compile(r"^\..+\.(?:partial|old)-(\d+)$")
@@ -80,7 +82,7 @@ def write(
             write_tensors(partial / TENSORS, call, out_model)
         manifest["files"] = [_file_entry(path) for path in sorted(partial.iterdir())]
         text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
-        (partial / MANIFEST).write_text(text + "\n")
+        (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
     return Path(directory)
 
 
@@ -107,7 +109,7 @@ def clean_stale_partials(parent: Path) -> list[Path]:
     removed = []
     for entry in parent.iterdir() if parent.is_dir() else ():
         match = _PARTIAL.match(entry.name)
-        if match and entry.is_dir() and not _alive(int(match[1])):
+        if match and entry.is_dir() and not alive(int(match[1])):
             shutil.rmtree(entry, ignore_errors=True)
             removed.append(entry)
     return removed
@@ -122,7 +124,10 @@ def _whole_directory(final: Path, overwrite: bool) -> Iterator[Path]:
         if not (final / MANIFEST).is_file():
             raise CaptureError(f"{final} exists and holds no {MANIFEST}, so it is not overwritten.")
     parent = final.resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise CaptureError(f"{parent} is or lies in a file, expected a directory for {final.name}.") from None
     clean_stale_partials(parent)
     partial = parent / f".{final.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -132,16 +137,23 @@ def _whole_directory(final: Path, overwrite: bool) -> Iterator[Path]:
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
-        _replace(partial, parent / final.name)
+        _replace(partial, parent / final.name, overwrite)
         _sync(parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _replace(partial: Path, final: Path) -> None:
-    if not final.exists():
-        os.replace(partial, final)
+def _replace(partial: Path, final: Path, overwrite: bool) -> None:
+    if not final.exists() or not overwrite:
+        try:
+            os.replace(partial, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise CaptureError(
+                f"{final} was made by another process meanwhile and stays; choose another --out."
+            ) from None
         return
     # A directory cannot be renamed over a full one: move the old one aside first.
     old = final.parent / f".{final.name}.old-{os.getpid()}"
@@ -160,16 +172,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 def _manifest(

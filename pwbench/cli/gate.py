@@ -9,6 +9,7 @@ import click
 
 from pwbench.cli._common import CONTEXT_SETTINGS, emit_json, handle_errors, json_option, progress, say
 from pwbench.errors import CheckFailed, InputError
+from pwbench.files import replace_text
 
 if TYPE_CHECKING:
     from pwbench.gate import Outcome
@@ -129,7 +130,8 @@ def _bless(
             raise InputError(f"To bless times into {target}, name the results with --current.")
         entry = counter_baseline.blessing(why, who)
         about = results.describe(current)["provenance"]
-        history = results.describe(target)["provenance"].get("blessed", []) if target.exists() else []
+        history = results.describe(target)["provenance"].get("blessed") if target.exists() else []
+        history = history if isinstance(history, list) else []
         results.write(target, results.load_rows(current), {**about, "blessed": [*history, entry]})
     else:
         if current is not None:
@@ -148,8 +150,7 @@ def _publish(outcome: Outcome, junit: Path | None, summary: Path | None, as_json
     from pwbench.report import verdicts
 
     if junit is not None:
-        junit.parent.mkdir(parents=True, exist_ok=True)
-        junit.write_text(verdicts.junit(outcome), encoding="utf-8")
+        replace_text(junit, verdicts.junit(outcome))
     if summary is not None:
         summary.parent.mkdir(parents=True, exist_ok=True)
         with summary.open("a", encoding="utf-8") as file:

@@ -9,6 +9,7 @@ import click
 
 from pwbench.cli._common import CONTEXT_SETTINGS, emit_json, handle_errors, json_option, progress, say
 from pwbench.errors import CheckFailed, InputError
+from pwbench.files import replace_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,8 +125,7 @@ def _emit(text: str, out: Path | None) -> None:
     if out is None:
         click.echo(text, nl=False)
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    replace_text(out, text)
     say(f"wrote {out}")
 
 

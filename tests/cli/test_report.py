@@ -100,7 +100,7 @@ def test_a_fallback_serves_where_the_baseline_has_no_rows(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["absent.parquet"], "There is no results file at absent.parquet"),
+        (["absent.parquet"], "There are no results at absent.parquet"),
         (["--suite", "seven"], "The results have no suite 'seven'; there are extremes, six."),
         (["--check"], "--check goes with --fill"),
     ],
