@@ -226,14 +226,14 @@ def _tensors(capture: Capture) -> Iterator[Check]:
 def _values(capture: Capture, found: dict[str, torch.Tensor]) -> Iterator[Check]:
     finite = bool(torch.isfinite(found["q"].float()).all())
     yield Check("q finite", finite, "yes" if finite else "NaN or infinity", "yes")
-    nan_tokens = _nan_tokens(found["kv"], capture.tables)
-    yield Check("kv without NaN", nan_tokens == 0, f"{nan_tokens} valid tokens with a NaN byte", "none")
+    bad = nan_tokens(found["kv"], capture.tables)
+    yield Check("kv without NaN", bad == 0, f"{bad} valid tokens with a NaN byte", "none")
     try:
         call = capture.call(tensors="stored")
     except (CaptureError, OperatorError) as error:
         yield Check("call", False, str(error), "a call that keeps the operator's contract")
         return
-    if "out_model" not in found or nan_tokens or not finite:
+    if "out_model" not in found or bad or not finite:
         return
     # Late, because only this one rule needs the oracle.
     from pwbench import reference
@@ -249,7 +249,7 @@ def _values(capture: Capture, found: dict[str, torch.Tensor]) -> Iterator[Check]
     )
 
 
-def _nan_tokens(kv: torch.Tensor, tables: Tables) -> int:
+def nan_tokens(kv: torch.Tensor, tables: Tables) -> int:
     """Valid tokens, counted per request and KV head, that hold an E4M3 NaN (0x7F or 0xFF)."""
     bad_token = ((kv.view(torch.uint8) & 0x7F) == 0x7F).any(dim=-1).numpy()
     count = 0

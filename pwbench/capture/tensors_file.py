@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pwbench.capture import seeded
+from pwbench.capture.checks import nan_tokens
 from pwbench.capture.format import Tables
 from pwbench.capture.provenance import environment
 from pwbench.capture.reader import read_tensors
@@ -17,6 +18,9 @@ from pwbench.capture.recorder import Recorder, Recording
 from pwbench.capture.writer import file_sha256
 from pwbench.errors import CaptureError, InputError
 from pwbench.operator import HEAD_DIM, INVALID, PAGE, TOPK, SparsePrefillCall, right_aligned_positions
+
+MOST_PAGES = 1 << 24
+"""Of one cache, 2^31 tokens: more is a mistake in the dump."""
 
 KEYS = {
     "topk": "[Hkv, total_q, up to 16] integers: logical page ids, -1 pads (required)",
@@ -74,8 +78,14 @@ def read(
     if cache is None:
         page_table = _ints(path, found, "page_table", 2) if "page_table" in found else _in_order(seq_lens)
         pages = max(int(page_table.max()) + 1 if page_table.numel() else 1, 1)
+        if pages > MOST_PAGES:
+            raise InputError(
+                f"{path}: the cache would need {pages} pages of {PAGE} tokens, expected at most {MOST_PAGES}."
+            )
         q = torch.zeros(total_q, seeded.q_heads(heads), HEAD_DIM, dtype=torch.bfloat16)
-        cache = torch.zeros(pages, heads, PAGE, 2 * HEAD_DIM, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        # One page in memory, however many the tables name: a tables capture stores no values.
+        page = torch.zeros(1, heads, PAGE, 2 * HEAD_DIM, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        cache = page.expand(pages, -1, -1, -1)
         kind = "tables"
     elif "page_table" not in found:
         raise InputError(f"{path} holds kv but no page_table, expected {KEYS['page_table']}.")
@@ -98,12 +108,44 @@ def read(
     ).validate()
     recorder = Recorder()
     facts = _facts(path, found, call)
-    if not recorder.record_call(_compacted(call), layer, found.get("out_model"), **facts):
+    call = _compacted(call)
+    if kind == "full":
+        _check_values(path, call, found.get("out_model"))
+    _check_page_table(path, call)
+    if not recorder.record_call(call, layer, found.get("out_model"), **facts):
         raise InputError(
             f"{path} is a dummy call: every row selects page 0 in all {TOPK} places, as engines do when they "
             "profile or capture graphs. It is skipped; dump a later call."
         )
     return recorder.calls[0], kind
+
+
+def _check_values(path: Path, call: SparsePrefillCall, out_model: torch.Tensor | None) -> None:
+    """Refuse what `verify` would refuse in the finished capture."""
+    if out_model is not None and (not out_model.is_floating_point() or out_model.shape != call.q.shape):
+        raise InputError(
+            f"{path}: out_model is {out_model.dtype} {list(out_model.shape)}, expected {KEYS['out_model']}."
+        )
+    for name, values in (("q", call.q), ("out_model", out_model)):
+        if values is not None and not bool(torch.isfinite(values.float()).all()):
+            raise InputError(f"{path}: {name} holds NaN or infinity, expected finite values; dump again.")
+    assert isinstance(call.kv, torch.Tensor)
+    bad = nan_tokens(call.kv, Tables.of_call(call))
+    if bad:
+        raise InputError(
+            f"{path}: {bad} valid tokens of the cache hold a NaN byte (0x7F or 0xFF), expected none; was the "
+            "call dumped before its pages were written?"
+        )
+
+
+def _check_page_table(path: Path, call: SparsePrefillCall) -> None:
+    for request, row in enumerate(Tables.of_call(call).page_table):
+        ids, uses = np.unique(row[row != INVALID], return_counts=True)
+        if (uses > 1).any():
+            raise InputError(
+                f"{path}: page_table names cache page {ids[uses > 1][0]} more than once in request "
+                f"{request}, expected each once."
+            )
 
 
 def _facts(path: Path, found: Mapping[str, torch.Tensor], call: SparsePrefillCall) -> dict[str, Any]:
@@ -136,6 +178,8 @@ def _cache(path: Path, found: Mapping[str, torch.Tensor]) -> torch.Tensor | None
                 f"{path}: {name} is {part.dtype}, expected float8_e4m3fn (or its bytes as uint8); "
                 "quantise first, stored = value / scale."
             )
+        if part.dim() != 4:
+            raise InputError(f"{path}: {name} is {list(part.shape)}, expected {KEYS['kv']}.")
         parts.append(part.view(torch.uint8))
     if len(parts) == 2 and parts[0].shape != parts[1].shape:
         raise InputError(f"{path}: k is {list(parts[0].shape)} but v is {list(parts[1].shape)}.")
@@ -195,6 +239,8 @@ def _scalar(path: Path, found: Mapping[str, torch.Tensor], name: str, default: f
             f"{path}: {name} has {found[name].numel()} values, expected {KEYS[name]}; scales per head are "
             "not supported."
         )
+    if found[name].is_complex():
+        raise InputError(f"{path}: {name} is {found[name].dtype}, expected {KEYS[name]}.")
     return float(found[name].flatten()[0])
 
 
