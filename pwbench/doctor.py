@@ -185,6 +185,14 @@ def _compiler() -> Iterator[Finding]:
     except MeasurementError as error:
         state = "problem" if _has_gpu() else "note"
         yield Finding("compiler", state, str(error), "pip install nvidia-cuda-nvrtc")
+    cache = kernels.cache_dir()
+    place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        yield Finding(
+            "compiler", "problem",
+            f"Cubins cannot be kept in {cache}: {place} is no folder that can be written",
+            "export PWBENCH_CACHE=<a folder that can be written>",
+        )  # fmt: skip
     try:
         yield Finding("kernels", "ok", f"{len(kernels.programs())} CUDA programs in {kernels.source_dir()}")
     except MeasurementError as error:

@@ -63,7 +63,7 @@ class Settings:
         ):
             if value not in allowed:
                 raise InputError(f"{name} is {value!r}, expected {' or '.join(map(str, allowed))}.")
-        for name, least in (("samples", 1), ("check_rows", 1)):
+        for name, least in (("samples", 1), ("check_rows", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} is {getattr(self, name)}, expected at least {least}.")
 

@@ -6,17 +6,21 @@ The convention: stdout carries data only, stderr carries everything a person rea
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import click
 
 from pwbench.errors import PwbenchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """Passed to every ``click.command``, so that ``-h`` works everywhere."""
@@ -41,7 +45,13 @@ def json_option(command: F) -> F:
 def emit_json(data: Any) -> None:
     """Print ``data`` as JSON on stdout. NumPy scalars and paths are converted; a float that is not
     finite becomes null, because JSON has no such number."""
-    click.echo(json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False))
+    plain = _plain(data)
+    text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # another locale, or a file name that is no text: JSON can escape both
+        text = json.dumps(plain, indent=2, allow_nan=False)
+    click.echo(text)
 
 
 def _plain(value: Any) -> Any:
@@ -61,6 +71,24 @@ def _plain(value: Any) -> Any:
 def say(message: str) -> None:
     """Tell the person something, on stderr."""
     click.echo(message, err=True)
+
+
+def terminal(width: int | None = None, **options: Any) -> Console:
+    """A rich console on stdout.
+
+    Args:
+        width: in columns where stdout is no terminal; None leaves it to rich.
+        options: of `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    class _Plain(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would exit with 1, which means here that a check failed.
+            raise BrokenPipeError
+
+    looked_at = sys.stdout is not None and sys.stdout.isatty()
+    return _Plain(width=None if looked_at else width, highlight=False, **options)
 
 
 # Progress ---------------------------------------------------------------------------------------
@@ -150,6 +178,7 @@ def guarded(ctx: click.Context, call: Callable[..., Any], *args: Any, **kwargs: 
     """
     if os.environ.get("PWBENCH_TRACEBACK") == "1":
         return call(ctx, *args, **kwargs)
+    _never_choke_on_a_character()
     try:
         return call(ctx, *args, **kwargs)
     except PwbenchError as error:
@@ -165,7 +194,30 @@ def guarded(ctx: click.Context, call: Callable[..., Any], *args: Any, **kwargs: 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(0) from None
     except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise click.exceptions.Exit(0) from None
         fail(_os_error(error), 2)
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        detail = str(error).splitlines()[0] if str(error) else "no detail"
+        fail(
+            f"this needs more memory than there is ({detail.rstrip('.')}). Close other programs, or use a "
+            "smaller capture.",
+            3,
+        )
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # torch says it with a RuntimeError, on the CPU without a class of its own.
+    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
+
+
+def _never_choke_on_a_character() -> None:
+    """Let a terminal or locale that cannot show a character show a question mark instead."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _os_error(error: OSError) -> str:

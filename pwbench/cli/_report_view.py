@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 
 from rich import box
@@ -11,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from pwbench.cli._common import terminal
 from pwbench.report import studies, tables
 from pwbench.report.model import Report, Scope
 from pwbench.report.tables import Table
@@ -53,7 +53,7 @@ def show(report: Report, full: bool = True) -> None:
     Args:
         full: with a table per capture; otherwise geomeans and regrouping only.
     """
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    console = terminal(_PIPE_WIDTH)
     for scope in report.scopes:
         if scope.cells:
             _geomean(console, report, scope)

@@ -22,9 +22,13 @@ class TokenCount(click.ParamType):
             return value
         text = str(value).strip().lower()
         digits, unit = (text[:-1], 1024) if text.endswith("k") else (text, 1)
-        if not digits.isdigit() or int(digits) < 1:
-            self.fail(f"{value!r} is no number of tokens; expected one such as 8192 or 8K.", param, ctx)
-        return int(digits) * unit
+        whole = digits.isascii() and digits.isdigit() and len(digits) <= 10
+        count = int(digits) * unit if whole else 0
+        if not 0 < count < 1 << 31:
+            self.fail(
+                f"{value!r} is no number of tokens; expected one such as 8192 or 8K, below 2^31.", param, ctx
+            )
+        return count
 
 
 TOKENS = TokenCount()

@@ -67,7 +67,7 @@ def _print_facts(loaded: Capture) -> None:
     geometry, env = manifest["geometry"], manifest.get("env") or {}
     source, model = manifest.get("source") or {}, manifest.get("model") or {}
     prompts = manifest.get("prompt") or {}
-    prompts = prompts if isinstance(prompts, list) else [prompts]
+    prompts = [p for p in (prompts if isinstance(prompts, list) else [prompts]) if isinstance(p, dict)]
     kind = (
         f"{loaded.kind} ("
         + ("tensors stored" if loaded.kind == "full" else "Q and KV seeded at replay")
@@ -82,11 +82,9 @@ def _print_facts(loaded: Capture) -> None:
         "selections": f"{counts.sum()} pages, {counts.mean():.1f} a query, {(counts == 0).sum()} rows empty",
         "layer": manifest.get("layer"),
         "source": " ".join(str(source[k]) for k in ("engine", "version", "hook") if source.get(k)),
-        "model": f"{model['name']} ({model['architecture']}, {model['parameters'] / 1e6:.1f} M parameters)"
-        if model
-        else None,
-        "weights": next((v[:16] for k, v in model.items() if k.startswith("weights_")), None),
-        "prompt": ", ".join(f"{p['name']} ({p['sha256'][:12]})" for p in prompts if p and "name" in p)
+        "model": _model(model),
+        "weights": next((str(v)[:16] for k, v in model.items() if k.startswith("weights_")), None),
+        "prompt": ", ".join(f"{p['name']} ({str(p.get('sha256'))[:12]})" for p in prompts if "name" in p)
         or None,
         "made": f"{manifest.get('created_utc')} on {env.get('gpu') or env.get('device')}, "
         f"torch {env.get('torch')}",
@@ -97,6 +95,14 @@ def _print_facts(loaded: Capture) -> None:
     for name, value in lines.items():
         if value is not None:
             click.echo(f"{name:12} {value}")
+
+
+def _model(model: dict[str, Any]) -> str | None:
+    if not model:
+        return None
+    size = model.get("parameters")
+    millions = f"{size / 1e6:.1f} M parameters" if isinstance(size, int | float) else "size unknown"
+    return f"{model.get('name', 'unnamed')} ({model.get('architecture', 'unknown')}, {millions})"
 
 
 def _print_unions(unions: dict[str, Any], window: int) -> None:

@@ -15,6 +15,7 @@ from pwbench.cli._common import (
     on_interrupt,
     progress,
     say,
+    terminal,
 )
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def _variant_names(ctx: click.Context, param: click.Parameter, incomplete: str) 
     help="Output rows compared with the float64 reference.",
 )  # fmt: skip
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of the sampling order and the checked rows."
-)
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True,
+    help="Of the sampling order and the checked rows.",
+)  # fmt: skip
 @click.option(
     "--save-outputs", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
     help="Write <capture>.<variant>.safetensors with `out` and `query_ids`.",
@@ -103,17 +105,22 @@ def replay(
       pwbench replay captures/h200-64k -v flashinfer -v union8-regroup --mode both --l2 both --dry-run
     """
     from pwbench import plan as planning
-    from pwbench import results
+    from pwbench import results, variants
     from pwbench.replay import run
 
+    variants.get(options["baseline"])  # unknown ones are refused here
     settings = _settings(**options)
-    existing = results.load_rows(out) if out and out.exists() and not fresh else []
+    # Read even when it is to be replaced: what is no results file of ours is not.
+    stored = results.load_rows(out) if out and out.exists() else []
+    existing = [] if fresh else stored
     chosen = planning.plan(captures or (captures_dir,), names, settings, existing)
     if dry_run:
         _show_plan(chosen, out, as_json)
         return
     if chosen.done:
         say(f"{out} already holds the rows of {', '.join(chosen.done)}; --fresh would measure them again.")
+    if out and chosen.work:
+        results.check_writable(out)
     rows: list[Row] = []
     with progress("replay", chosen.steps) as task:
         on_interrupt(_kept(0, chosen, out))
@@ -213,10 +220,9 @@ def _show_plan(chosen: Plan, out: Path | None, as_json: bool) -> None:
 def _show(rows: list[Row]) -> None:
     from itertools import groupby
 
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = terminal(soft_wrap=True)
     for place, members in groupby(rows, key=_place):
         group = list(members)
         times = [row["complete_us"] for row in group if row["complete_us"] is not None]
