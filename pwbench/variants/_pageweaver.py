@@ -1,15 +1,16 @@
 """What the PageWeaver variants share, and when their search pays for itself."""
 
 from pwbench.operator import SparsePrefillCall
+from pwbench.variants._base import Options
 from pwbench.variants._union import Order, UnionVariant
 
-SEARCH_PAYS_ROWS = 4096
-"""Rows times KV heads from which the search can pay: windows are searched side by side in about 11 us on
-an H200, whatever their number, and what it saves, some 4 % of attention, grows with the rows: 25 ns each
-make 4 us at 4096."""
-SEARCH_HIDES_PAGES = 256
-"""Pages of context above which the search hides behind the making of their V images, which the call waits
-for anyway; below, it is paid in full and neighbouring rows agree so well that it finds little."""
+SAVED_US = {"fast": 0.0010, "accurate": 0.0023}
+"""What the search saves for each row and KV head, microseconds on an H200: 4 % of 25 ns of attention, and
+5 % of 45 ns, where a round costs twice the tensor time."""
+SEARCH_US, HIDDEN_SEARCH_US = 9.0, 4.0
+"""What it costs the call, whatever the rows, since all windows are searched side by side: most of its 11 us,
+or little where it hides behind the making of more than SEARCH_HIDES_IMAGES V images."""
+SEARCH_HIDES_IMAGES = 256
 
 
 class PageWeaver(UnionVariant):
@@ -20,9 +21,9 @@ class PageWeaver(UnionVariant):
         super().__init__(name, summary, order or "online", group=8, search_group=4, search_window=64)
         self.adapts = order is None
 
-    def order_for(self, call: SparsePrefillCall) -> Order:
+    def order_for(self, call: SparsePrefillCall, options: Options) -> Order:
         if not self.adapts:
             return self.order
-        hides = call.page_table.shape[1] > SEARCH_HIDES_PAGES
-        pays = call.total_q * call.kv_heads >= SEARCH_PAYS_ROWS
-        return "online" if hides and pays else "original"
+        hides = call.page_table.numel() * call.kv_heads > SEARCH_HIDES_IMAGES
+        saved = SAVED_US[options.precision] * call.total_q * call.kv_heads
+        return "online" if saved > (HIDDEN_SEARCH_US if hides else SEARCH_US) else "original"

@@ -63,7 +63,7 @@ class UnionVariant(Variant):
         self.search_group = search_group
         self.search_window = search_window
 
-    def order_for(self, call: SparsePrefillCall) -> Order:
+    def order_for(self, call: SparsePrefillCall, options: Options) -> Order:
         """The order for one call, from what the host knows of it."""
         return self.order
 
@@ -74,11 +74,11 @@ class UnionVariant(Variant):
         if call.device.type == "cuda":
             from pwbench.variants import _union_gpu  # needs CuPy and a driver
 
-            return _union_gpu.prepare(call, options, name=self.name, order=self.order_for(call))
+            return _union_gpu.prepare(call, options, name=self.name, order=self.order_for(call, options))
         return _union_cpu.prepare(
             call,
             options,
-            order=self.order_for(call),
+            order=self.order_for(call, options),
             group=self.group,
             search_group=self.search_group,
             window=self.search_window,

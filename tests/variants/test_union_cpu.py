@@ -200,18 +200,20 @@ def test_groups_of_four_pair_up_to_unions_of_eight():
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "pages", "order"),
+    ("rows", "heads", "pages", "precision", "order"),
     [
-        (4096, 1, 257, "online"),
-        (4095, 1, 257, "original"),
-        (4096, 1, 256, "original"),
-        (1024, 4, 257, "online"),
-        (1023, 4, 257, "original"),
-        (8192, 4, 128, "original"),
-        (0, 4, 1000, "original"),
+        (4001, 1, 257, "fast", "online"),
+        (3999, 1, 257, "fast", "original"),
+        (8192, 1, 256, "fast", "original"),
+        (9001, 1, 256, "fast", "online"),
+        (8192, 1, 64, "accurate", "online"),
+        (2048, 1, 64, "accurate", "original"),
+        (1024, 4, 65, "fast", "online"),
+        (1024, 4, 64, "fast", "original"),
+        (0, 4, 1000, "fast", "original"),
     ],
 )
-def test_pageweaver_searches_where_rows_and_context_make_it_pay(rows, heads, pages, order):
+def test_pageweaver_searches_where_it_pays(rows, heads, pages, precision, order):
     call = make_call(15, (1,), (0,))
     call = replace(
         call,
@@ -220,15 +222,16 @@ def test_pageweaver_searches_where_rows_and_context_make_it_pay(rows, heads, pag
         topk=torch.empty((heads, rows, 16), dtype=torch.int32),
         page_table=torch.zeros((1, pages), dtype=torch.int32),
     )
+    options = Options(precision=precision)
     assert (call.total_q, call.kv_heads) == (rows, heads)
-    assert variants.get("pageweaver").order_for(call) == order
+    assert variants.get("pageweaver").order_for(call, options) == order
     for name, fixed in (("original", "original"), ("regroup", "online"), ("precomputed", "precomputed")):
-        assert variants.get(f"pageweaver-{name}").order_for(call) == fixed
+        assert variants.get(f"pageweaver-{name}").order_for(call, options) == fixed
 
 
 def test_where_pageweaver_searches_it_does_what_pageweaver_regroup_does(monkeypatch):
-    monkeypatch.setattr("pwbench.variants._pageweaver.SEARCH_PAYS_ROWS", 290)
-    monkeypatch.setattr("pwbench.variants._pageweaver.SEARCH_HIDES_PAGES", 10)
+    monkeypatch.setattr("pwbench.variants._pageweaver.SEARCH_US", 0.1)
+    monkeypatch.setattr("pwbench.variants._pageweaver.HIDDEN_SEARCH_US", 0.1)
     call = hostile(16)
     assert call.total_q * call.kv_heads == 290
     chosen, fixed = (poisoned_run(call, name) for name in ("pageweaver", "pageweaver-regroup"))
