@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from pwbench.capture.format import Tables
-from pwbench.operator import INVALID
+from pwbench.errors import CaptureError
+from pwbench.operator import INVALID, PAGE
 
 
 def union_sizes(tables: Tables, group: int, order: np.ndarray | None = None) -> np.ndarray:
@@ -18,7 +19,16 @@ def union_sizes(tables: Tables, group: int, order: np.ndarray | None = None) -> 
 
     Returns:
         int64 sizes, KV head by KV head, request by request.
+
+    Raises:
+        CaptureError: a selection names a page that no request has.
     """
+    lowest, highest = int(tables.pages.min(initial=INVALID)), int(tables.pages.max(initial=INVALID))
+    if lowest < INVALID or highest * PAGE >= max(tables.context, 1):
+        raise CaptureError(
+            f"Selections name pages from {lowest} to {highest}, expected {INVALID} to "
+            f"{-(-tables.context // PAGE) - 1}; the capture is damaged: see what `pwbench verify` says of it."
+        )
     bounds = tables.cu_seqlens_q.astype(np.int64)
     lengths = np.diff(bounds)
     groups_of = -(-lengths // group)
@@ -27,7 +37,7 @@ def union_sizes(tables: Tables, group: int, order: np.ndarray | None = None) -> 
     request = np.repeat(np.arange(len(lengths)), lengths)
     group_of = first_group[request] + (slot - bounds[:-1][request]) // group
     total_groups = int(groups_of.sum())
-    width = int(tables.pages.max(initial=-1)) + 2
+    width = highest + 2
     sizes = []
     for head in range(tables.kv_heads):
         pages = tables.pages[head] if order is None else tables.pages[head][order[head]]

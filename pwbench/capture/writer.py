@@ -75,6 +75,11 @@ def write(
     tables = Tables.of_call(call)
     if tables.total_q == 0:
         raise CaptureError("The call has no query, expected at least one; nothing was written.")
+    if kind == "full" and not _is_utf8(Path(directory)):
+        raise CaptureError(
+            f"The path {os.fsencode(Path(directory).resolve())!r} is no UTF-8, which safetensors asks for; "
+            "choose another --out or keep tables only (--kind tables)."
+        )
     manifest = _manifest(tables, call, kind, seed, dict(facts or {}))
     with _whole_directory(Path(directory), overwrite) as partial:
         tables.write(partial)
@@ -84,6 +89,14 @@ def write(
         text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
         (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
     return Path(directory)
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        str(path.resolve()).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def write_tensors(path: Path, call: SparsePrefillCall, out_model: torch.Tensor | None) -> None:

@@ -1,9 +1,11 @@
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pwbench.capture import Tables
 from pwbench.capture.statistics import summary, union_sizes
+from pwbench.errors import CaptureError
 from pwbench.grouping import identity_order, prepare_unions, regroup
 from tests.calls import SELECTIONS, make_call
 
@@ -30,3 +32,11 @@ def test_union_sizes_are_those_of_the_union_lists(seed, q_lens, selection, group
 def test_summary_of_nothing_is_zero():
     assert summary(np.zeros(0)) == {"groups": 0, "sum": 0, "mean": 0.0, "p10": 0.0, "p50": 0.0, "p90": 0.0}
     assert summary(np.array([1, 2, 3]))["mean"] == 2.0
+
+
+@pytest.mark.parametrize("page", [-7, 2**31 - 1])
+def test_pages_that_no_request_has_are_refused_and_not_counted(page):
+    tables = Tables.of_call(make_call(1, [5]))
+    tables.pages[0, 0, 0] = page
+    with pytest.raises(CaptureError, match=r"the capture is damaged"):
+        union_sizes(tables, 8)

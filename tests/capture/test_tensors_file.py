@@ -98,11 +98,31 @@ def test_separate_k_and_v_bytes_wide_integers_and_narrow_rows_are_understood(fil
         ((), {"k_scale": torch.ones(4)}, "scales per head are not supported"),
         ((), {"topk": torch.zeros(1, 33, 16, dtype=torch.int32)}, "dummy call"),
         (("positions",), {"cu_seqlens_q": torch.tensor([0, 40, 33])}, "boundaries rising"),
+        ((), {"kv": torch.zeros((), dtype=torch.uint8)}, r"kv is \[\], expected \[n_pages"),
+        ((), {"k_scale": torch.tensor([1 + 1j])}, r"k_scale is torch\.complex64"),
+        ((), {"q": torch.full((33, 16, 128), torch.nan, dtype=torch.bfloat16)}, "q holds NaN or infinity"),
+        ((), {"out_model": torch.full((33, 16, 128), torch.inf)}, "out_model holds NaN or infinity"),
+        ((), {"out_model": torch.zeros(33, 16, 64)}, r"out_model is .* \[33, 16, 64\]"),
+        ((), {"out_model": torch.zeros(33, 16, 128, dtype=torch.int32)}, r"out_model is torch\.int32"),
+        (("q", "kv"), {"page_table": torch.full((2, 8), 1 << 30)}, "would need 1073741825 pages"),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(file, drop, changes, message):
     with pytest.raises(InputError, match=message):
         tensors_file.read(edited(file, drop, **changes))
+
+
+def test_a_cache_row_that_a_request_names_twice_is_refused(file):
+    table = load_file(file)["page_table"]
+    table[:, 1] = table[:, 0]
+    with pytest.raises(InputError, match=r"names cache page \d+ more than once in request"):
+        tensors_file.read(edited(file, page_table=table))
+
+
+def test_a_valid_token_with_a_nan_byte_is_refused(file):
+    kv = torch.full_like(load_file(file)["kv"].view(torch.uint8), 0x7F)
+    with pytest.raises(InputError, match=r"valid tokens of the cache hold a NaN byte"):
+        tensors_file.read(edited(file, kv=kv))
 
 
 def test_contract_violations_are_the_operators_message(file):
