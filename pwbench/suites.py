@@ -91,12 +91,20 @@ def load_suites(path: str | Path = DEFINITIONS) -> dict[str, Suite]:
         InputError: the file is missing, is not TOML, or an entry lacks something.
     """
     try:
-        document = tomllib.loads(Path(path).read_text())
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"Suite definitions {path} cannot be read: {error.strerror}.") from None
-    except tomllib.TOMLDecodeError as error:
+        raise InputError(
+            f"Suite definitions {path} cannot be read: {error.strerror}. Run in a checkout, or name the file "
+            "with --definitions."
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not TOML: {error}.") from None
-    return {name: _suite(path, name, body) for name, body in document.get("suites", {}).items()}
+    suites = document.get("suites", {})
+    for name, body in suites.items() if isinstance(suites, dict) else [("suites", suites)]:
+        entries = body.get("captures", []) if isinstance(body, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise InputError(f"{path}: suite {name!r} should be a table with an array of tables `captures`.")
+    return {name: _suite(path, name, body) for name, body in suites.items()}
 
 
 def _suite(path: str | Path, name: str, body: Mapping[str, Any]) -> Suite:
@@ -115,6 +123,10 @@ def _suite(path: str | Path, name: str, body: Mapping[str, Any]) -> Suite:
             layer = None if synthetic else int(entry["layer"])
         except KeyError as error:
             raise InputError(f"{where} needs {error.args[0]!r}.") from None
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{where} holds what is no number: {error}.") from None
+        if synthetic is not None and not isinstance(synthetic, dict):
+            raise InputError(f"{where}: synthetic is {synthetic!r}, expected a table.")
         for request in requests:
             if not 0 < request.queries <= request.context:
                 raise InputError(f"{where}: queries is {request.queries}, expected 1 to {request.context}.")
@@ -264,7 +276,11 @@ def _recording(spec: CaptureSpec, recordings: Mapping[tuple[str, Target], Record
     if spec.synthetic is not None:
         from pwbench.capture.synthetic import generate
 
-        return generate(**spec.synthetic)
+        try:
+            return generate(**spec.synthetic)
+        except TypeError as error:
+            where = f"Capture {spec.name!r} of suite {spec.suite!r}"
+            raise InputError(f"{where} cannot be generated: {error}; compare its synthetic table.") from None
     parts = [recordings[key] for key in spec.targets]
     if len(parts) > 1:
         # Engines hand out cache pages in no order; one request alone would hide what that costs.

@@ -174,6 +174,34 @@ def test_bad_definitions_are_refused(tmp_path, old, new, message):
         suites.load_suites(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("suites = 3", "should be a table"),
+        ("[suites]\na = 3", "should be a table"),
+        ("[suites.a]\ncaptures = 3", "should be a table"),
+        ("[suites.a]\ncaptures = [3]", "should be a table"),
+        ("[[suites.a.captures]]\nname = 'n'\nreason = 'r'\nlayer = 'x'\nrequests = []", "no number"),
+        ("[[suites.a.captures]]\nname = 'n'\nreason = 'r'\nlayer = 1\nrequests = 3", "no number"),
+        ("[[suites.a.captures]]\nname = 'n'\nreason = 'r'\nsynthetic = 3", "expected a table"),
+        ("\xff", "is not TOML"),
+    ],
+)
+def test_definitions_of_another_shape_are_refused(tmp_path, text, message):
+    (tmp_path / "suites.toml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(InputError, match=message):
+        suites.load_suites(tmp_path / "suites.toml")
+
+
+def test_a_synthetic_capture_of_unknown_properties_is_refused(tmp_path):
+    (tmp_path / "suites.toml").write_text(
+        "[[suites.a.captures]]\nname = 'n'\nreason = 'r'\nsynthetic = {colour = 'blue'}"
+    )
+    (spec,) = suites.load_suites(tmp_path / "suites.toml")["a"].captures
+    with pytest.raises(InputError, match=r"'n' of suite 'a' cannot be generated: .*colour"):
+        suites.make([spec], tmp_path / "out")
+
+
 def test_missing_definitions_are_refused(tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
         suites.load_suites(tmp_path / "none.toml")
