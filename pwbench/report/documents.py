@@ -18,6 +18,7 @@ import pandas as pd
 
 from pwbench.columns import column_dictionary
 from pwbench.errors import InputError
+from pwbench.files import replace_text
 from pwbench.report import studies, tables
 from pwbench.report.build import build
 from pwbench.report.formats import markdown_table
@@ -120,7 +121,7 @@ def fill_files(paths: list[Path], frame: pd.DataFrame | None, check: bool = Fals
         if new != old:
             changed.append(path)
             if not check:
-                path.write_text(new, encoding="utf-8")
+                replace_text(path, new)
     return changed
 
 

@@ -114,7 +114,8 @@ def accuracy(scope: Scope) -> str:
     """Speed-up against error: up is faster, left is more accurate."""
     shown = [c for c in scope.shown if c in scope.geomeans]
     found = [(worst(scope.rows_of(c), "rel_l2"), scope.geomeans[c].value, c) for c in shown]
-    points = [(error, speed, c) for error, speed, c in found if error]
+    # An error of nothing has no place on a logarithmic axis, nor has one that is not finite.
+    points = [(error, speed, c) for error, speed, c in found if error and math.isfinite(error)]
     if not points:
         return ""
     errors = [error for error, _, _ in points]

@@ -22,6 +22,7 @@ import pandas as pd
 from pwbench import page_plan, results
 from pwbench.capture import discover, load
 from pwbench.errors import InputError
+from pwbench.files import replace_text
 from pwbench.report.formats import markdown_table
 from pwbench.report.page_selections import SUITE, Selections
 from pwbench.report.tables import Table, count, percent
@@ -347,7 +348,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             print(f"{path} is not current: run python -m pwbench.report.page_union", file=sys.stderr)
         return 1 if stale else 0
     for path in stale:
-        path.write_text(wanted[path], encoding="utf-8")
+        replace_text(path, wanted[path])
         print(f"{path} rewritten", file=sys.stderr)
     return 0
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from pwbench import results
 from pwbench.columns import column_dictionary
-from pwbench.errors import InputError
+from pwbench.errors import InputError, PwbenchError
 from pwbench.report import documents
 from tests.rows import CAPTURES, row, suite_rows
 
@@ -140,3 +142,19 @@ def test_a_place_may_be_narrowed_to_some_variants_and_keeps_the_baseline(frame):
     names = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")}
     assert {"union8", "union8-regroup", "flashinfer"} <= names
     assert not names & {"pageweaver", "triton"}
+
+
+def test_a_full_disk_leaves_a_document_as_it_was(frame, tmp_path, monkeypatch):
+    document = tmp_path / "README.md"
+    document.write_text(PLACE.format(documents.names()[0]), encoding="utf-8")
+    before = document.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pwbench.files.os.fsync", full)
+        with pytest.raises((OSError, PwbenchError), match="space"):
+            documents.fill_files([document], frame)
+    assert document.read_bytes() == before
+    assert documents.fill_files([document], frame) == [document], "and the next attempt fills it"

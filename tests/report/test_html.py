@@ -180,3 +180,13 @@ def test_labels_are_pushed_apart_and_stay_inside():
     placed = figures._apart([0.9, 0.91, 0.92, 0.95], 0.1)
     assert all(b - a > 0.0999 for a, b in pairwise(placed))
     assert placed[-1] <= 1.0
+
+
+@pytest.mark.parametrize("error", [float("inf"), 0.0])
+def test_an_error_that_has_no_place_on_a_logarithmic_axis_is_left_out_of_the_drawing(error, tmp_path):
+    rows = suite_rows(captures=CAPTURES[:1])
+    for one in rows:
+        if one["variant"] == "union8":
+            one["rel_l2"] = error
+    results.write(tmp_path / "rows.parquet", rows)
+    assert "<svg" in html(library.build(results.load(tmp_path)), captures=None)
