@@ -96,3 +96,18 @@ __device__ __forceinline__ int block_prefix(int own, int* scratch, int& total) {
     }
     return begin;
 }
+
+/// Ranks the pages of a bitmap of `words` words: how many lie before each word, and how many there are.
+/// By the whole block; the caller's barrier makes `before` readable.
+__device__ __forceinline__ int rank_pages(const unsigned* bitmap, unsigned short* before, int words, int* scratch) {
+    const int each = divide_up(words, BLOCK);
+    const int first = threadIdx.x * each, end = min(first + each, words);
+    int own = 0, pages = 0;
+    for (int word = first; word < end; ++word) own += __popc(bitmap[word]);
+    int rank = block_prefix(own, scratch, pages);
+    for (int word = first; word < end; ++word) {
+        before[word] = rank;
+        rank += __popc(bitmap[word]);
+    }
+    return pages;
+}

@@ -44,19 +44,11 @@ __device__ __forceinline__ void prepare_task(const PrepareParams& params, int ta
     if (valid) atomicOr(&bitmap[id / 32], 1u << id % 32);
     __syncthreads();
 
-    const int each = divide_up(words, BLOCK);
-    const int first = threadIdx.x * each, end = min(first + each, words);
-    int own = 0, pages = 0;
-    for (int word = first; word < end; ++word) own += __popc(bitmap[word]);
-    int rank = block_prefix(own, scratch.warp_totals, pages);
-    for (int word = first; word < end; ++word) {
-        before[word] = rank;
-        rank += __popc(bitmap[word]);
-    }
+    const int pages = rank_pages(bitmap, before, words, scratch.warp_totals);
     __syncthreads();
 
     if (valid) {
-        rank = before[id / 32] + __popc(bitmap[id / 32] & ((1u << id % 32) - 1));
+        const int rank = before[id / 32] + __popc(bitmap[id / 32] & ((1u << id % 32) - 1));
         if (atomicOr(&scratch.members[rank], 1 << slot) == 0)
             scratch.pages[rank] = {row, static_cast<unsigned short>(id), 0};
     }

@@ -115,15 +115,7 @@ __device__ __forceinline__ void list_pages(const RegroupParams& params, const Wi
             if (id >= 0) atomicOr(&bitmap[id / 32], 1u << id % 32);
     __syncthreads();
 
-    const int each = divide_up(words, BLOCK);
-    const int first = threadIdx.x * each, end = min(first + each, words);
-    int own = 0, pages = 0;
-    for (int word = first; word < end; ++word) own += __popc(bitmap[word]);
-    int rank = block_prefix(own, scratch.warp_totals, pages);
-    for (int word = first; word < end; ++word) {
-        before[word] = rank;
-        rank += __popc(bitmap[word]);
-    }
+    const int pages = rank_pages(bitmap, before, words, scratch.warp_totals);
     if (threadIdx.x == 0) scratch.pages = pages;
     __syncthreads();
 

@@ -107,19 +107,7 @@ def _tables(capture: Capture) -> Iterator[Check]:
 
 
 def _geometry(manifest: dict[str, Any], tables: Tables) -> Iterator[Check]:
-    wanted = {
-        "q_heads": GROUP_HEADS * tables.kv_heads,
-        "kv_heads": tables.kv_heads,
-        "group_heads": GROUP_HEADS,
-        "head_dim": HEAD_DIM,
-        "page": PAGE,
-        "topk": TOPK,
-        "requests": tables.requests,
-        "total_q": tables.total_q,
-        "context": tables.context,
-        "cache_pages": max(tables.cache_pages, 1),
-    }
-    for name, value in wanted.items():
+    for name, value in tables.geometry().items():
         seen = manifest["geometry"].get(name)
         # The cache may have pages that no request owns.
         if name == "cache_pages" and manifest["kind"] == "full":

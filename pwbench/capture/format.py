@@ -26,6 +26,8 @@ import torch
 
 from pwbench.errors import CaptureError
 from pwbench.operator import (
+    GROUP_HEADS,
+    HEAD_DIM,
     INVALID,
     PAGE,
     TOPK,
@@ -83,6 +85,21 @@ class Tables:
     @property
     def requests(self) -> int:
         return len(self.seq_lens)
+
+    def geometry(self) -> dict[str, int]:
+        """The manifest's entry ``geometry``. A full capture may have a larger cache than its tables need."""
+        return {
+            "q_heads": GROUP_HEADS * self.kv_heads,
+            "kv_heads": self.kv_heads,
+            "group_heads": GROUP_HEADS,
+            "head_dim": HEAD_DIM,
+            "page": PAGE,
+            "topk": TOPK,
+            "requests": self.requests,
+            "total_q": self.total_q,
+            "context": self.context,
+            "cache_pages": max(self.cache_pages, 1),
+        }
 
     @property
     def context(self) -> int:

@@ -35,7 +35,7 @@ from pwbench.capture.provenance import environment, utc_now
 from pwbench.capture.statistics import union_sizes
 from pwbench.errors import CaptureError
 from pwbench.files import alive
-from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, TOPK, SparsePrefillCall
+from pwbench.operator import PAGE, SparsePrefillCall
 
 _PARTIAL = re.compile(r"^\..+\.(?:partial|old)-(\d+)$")
 
@@ -216,18 +216,7 @@ def _manifest(
         "complete": True,
         "created_utc": utc_now(),
         "kind": kind,
-        "geometry": {
-            "q_heads": call.q_heads,
-            "kv_heads": tables.kv_heads,
-            "group_heads": GROUP_HEADS,
-            "head_dim": HEAD_DIM,
-            "page": PAGE,
-            "topk": TOPK,
-            "requests": tables.requests,
-            "total_q": tables.total_q,
-            "context": tables.context,
-            "cache_pages": call.k.shape[0] if kind == "full" else max(tables.cache_pages, 1),
-        },
+        "geometry": tables.geometry() | ({"cache_pages": call.k.shape[0]} if kind == "full" else {}),
         "quant": quant,
         "softmax_scale": call.softmax_scale,
         "positions": "right-aligned" if tables.right_aligned else "stored",
