@@ -134,16 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
             return (static_cast<int64_t>(load.head()) * params.chunk_rows + row) * TOPK + (entry & (TOPK - 1));
         };
         mbarrier_wait(full(stage), (n >> 1) & 1);
-        const int tiles = load.tiles();
-#pragma unroll 1
-        for (int tile = 0; tile < tiles; ++tile) {
-            const bool last = tile + 1 == tiles;
-            const uint32_t following =
-                __shfl_sync(0xffffffff, last ? next.entries : load.entries, last ? 0 : tile + 1);
-            const auto reload = [&] { query.load(params, following, last ? next.head() : load.head()); };
-            attend_tile(query, key_tile, value_tile, load.first_token(), reload, place_of, params.partial,
-                        params.statistics);
-        }
+        attend_load(query, load, next, key_tile, value_tile, place_of, params);
         load = next;
         next = after;
     }

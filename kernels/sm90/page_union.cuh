@@ -188,3 +188,18 @@ __device__ __forceinline__ uint32_t prepare_stages(const TensorMap* keys) {
     __syncthreads();
     return base;
 }
+
+/// All tiles of one load. The last one fetches the first query of `next`, whose entries are already here.
+template <typename PlaceOf, typename Params>
+__device__ __forceinline__ void attend_load(Query& query, const Load& load, const Load& next, uint64_t key_tile,
+                                            uint64_t value_tile, PlaceOf place_of, const Params& params) {
+    const int tiles = load.tiles();
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+        const bool last = tile + 1 == tiles;
+        const uint32_t following = __shfl_sync(0xffffffff, last ? next.entries : load.entries, last ? 0 : tile + 1);
+        const auto reload = [&] { query.load(params, following, last ? next.head() : load.head()); };
+        attend_tile(query, key_tile, value_tile, load.first_token(), reload, place_of, params.partial,
+                    params.statistics);
+    }
+}
