@@ -32,6 +32,7 @@ struct Product {  // one wgmma of one warp
     int columns;
     bool half, accumulate, from_shared;
     uint64_t left, right;  // descriptors
+    int element_bytes;     // of both operands: 1, e4m3, or 2, f16
     void* sums[32];        // each lane's registers
     const uint32_t* a[32];
 };

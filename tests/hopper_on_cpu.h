@@ -1,10 +1,10 @@
 // Runs kernels for Hopper's copy engine and tensor cores on one CPU thread, for tests without a GPU. Included
 // ahead of a CUDA source whose "ptx.cuh" and "progress.cuh" are empty: it takes their place.
 //
-// Barriers, bulk copies, clusters, the 128-byte swizzle and FP8 products follow the PTX manual. A bulk copy
-// spoils its destination when it is issued and lands some time later; a product is made when it is committed
-// or as late as its wait allows. What that proves is addresses, layouts, arithmetic and protocols, not the
-// visibility of one proxy's writes to another.
+// Barriers, bulk copies, clusters, the 128-byte swizzle and products of e4m3 and f16 follow the PTX manual. A
+// bulk copy spoils its destination when it is issued and lands some time later; a product is made when it is
+// committed or as late as its wait allows. What that proves is addresses, layouts, arithmetic and protocols,
+// not the visibility of one proxy's writes to another.
 #pragma once
 #include "byte_perm.h"
 #include "hopper_fibers.h"
@@ -243,27 +243,35 @@ inline uint64_t swizzle128_descriptor(uint32_t address) {
     return static_cast<uint64_t>(address >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-/// 32 bytes of row `row` of the K-major tile at a descriptor, as numbers.
-inline void read_row(uint64_t descriptor, int row, float* numbers, int stride) {
+inline float number_of(uint32_t bits, int bytes) {
+    return bytes == 1 ? from_e4m3(bits & 0xff) : from_f16(bits & 0xffff);
+}
+/// 32 bytes of row `row` of the K-major tile at a descriptor, as numbers of that many bytes.
+inline void read_row(uint64_t descriptor, int row, int bytes, float* numbers, int stride) {
     const uint32_t start = (descriptor & 0x3fff) << 4;
-    for (int k = 0; k < 32; ++k)
-        numbers[k * stride] = from_e4m3(shared_byte(swizzle128(start + row / 8 * 1024 + row % 8 * 128 + k)));
+    for (int at = 0; at < 32; at += bytes) {
+        uint32_t bits = 0;
+        for (int i = 0; i < bytes; ++i)
+            bits |= shared_byte(swizzle128(start + row / 8 * 1024 + row % 8 * 128 + at + i)) << 8 * i;
+        numbers[at / bytes * stride] = number_of(bits, bytes);
+    }
 }
 
 /// d = (accumulate ? d : 0) + A * B for the 16 rows of this warp.
 template <int N> void make_product(const emulator::Product& product) {
     float left[16][32], right[32][N], sums[N];
-    const int first_row = threadIdx.x / 32 % 4 * 16;
+    const int first_row = threadIdx.x / 32 % 4 * 16, bytes = product.element_bytes, depth = 32 / bytes;
     for (int row = 0; row < 16; ++row) {
-        if (product.from_shared) read_row(product.left, first_row + row, left[row], 1);
+        if (product.from_shared) read_row(product.left, first_row + row, bytes, left[row], 1);
         else
-            for (int k = 0; k < 32; ++k)
-                left[row][k] = from_e4m3(product.a[row % 8 * 4 + k % 16 / 4][row / 8 + k / 16 * 2] >> k % 4 * 8 & 0xff);
+            for (int at = 0; at < 32; at += bytes)
+                left[row][at / bytes] = number_of(
+                    product.a[row % 8 * 4 + at % 16 / 4][row / 8 + at / 16 * 2] >> at % 4 * 8, bytes);
     }
-    for (int n = 0; n < N; ++n) read_row(product.right, n, &right[0][n], N);
+    for (int n = 0; n < N; ++n) read_row(product.right, n, bytes, &right[0][n], N);
     for (int row = 0; row < 16; ++row) {
         std::fill(sums, sums + N, 0.0f);
-        for (int k = 0; k < 32; ++k)
+        for (int k = 0; k < depth; ++k)
             for (int n = 0; n < N; ++n) sums[n] += left[row][k] * right[k][n];
         for (int n = 0; n < N; ++n) {
             void* own = product.sums[row % 8 * 4 + n % 8 / 2];
@@ -307,19 +315,22 @@ template <int PENDING> void wgmma_wait_group() {
     });
 }
 inline void wgmma_m64n128k32_rs(float (&d)[64], const uint32_t* a, uint64_t b, int accumulate) {
-    issue(d, a, {128, false, accumulate != 0, false, 0, b});
+    issue(d, a, {128, false, accumulate != 0, false, 0, b, 1});
+}
+inline void wgmma_m64n128k16_f16_rs(float (&d)[64], const uint32_t* a, uint64_t b, int accumulate) {
+    issue(d, a, {128, false, accumulate != 0, false, 0, b, 2});
 }
 inline void wgmma_m64n136k32_rs(float (&d)[68], const uint32_t* a, uint64_t b, int accumulate) {
-    issue(d, a, {136, false, accumulate != 0, false, 0, b});
+    issue(d, a, {136, false, accumulate != 0, false, 0, b, 1});
 }
 inline void wgmma_m64n128k32_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    issue(d, nullptr, {128, false, accumulate != 0, true, a, b});
+    issue(d, nullptr, {128, false, accumulate != 0, true, a, b, 1});
 }
 inline void wgmma_m64n128k32_f16_ss(uint32_t (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    issue(d, nullptr, {128, true, accumulate != 0, true, a, b});
+    issue(d, nullptr, {128, true, accumulate != 0, true, a, b, 1});
 }
 inline void wgmma_m64n128k32_f16_ss_first(uint32_t (&d)[32], uint64_t a, uint64_t b) {
-    issue(d, nullptr, {128, true, false, true, a, b});
+    issue(d, nullptr, {128, true, false, true, a, b, 1});
 }
 
 // progress.cuh -----------------------------------------------------------------------------------

@@ -41,3 +41,84 @@ def test_byte_perm_takes_bytes_and_never_signs_as_in_cuda(emulation: str, tmp_pa
     octets = np.frombuffer(words[["a", "b"]].tobytes(), np.uint8)[:8]
     picks = np.arange(1 << 16)[:, None] >> 4 * np.arange(4) & 7
     np.testing.assert_array_equal(out.view(np.uint8).reshape(-1, 4), octets[picks])
+
+
+PACKED = """
+struct Pairs { const unsigned *a, *b, *c; unsigned *prmt, *max, *fma_relu; };
+extern "C" __global__ void packed(const Pairs pairs) {
+    const unsigned at = 32 * blockIdx.x + threadIdx.x;
+    pairs.prmt[at] = prmt(pairs.a[0], pairs.b[0], at);
+    pairs.max[at] = max_s16x2(pairs.a[at], pairs.b[at]);
+    pairs.fma_relu[at] = fma_relu_f16x2(pairs.a[at], pairs.b[at], pairs.c[at]);
+}
+"""
+
+
+def test_packed_instructions_are_those_of_ptx(tmp_path: Path) -> None:
+    count = 1 << 16
+    a, b, c = np.random.default_rng(1).integers(0, 1 << 32, (3, count), np.uint32)
+    a[0], b[0] = 0x807F01FE, 0xFF00C35A
+    prmt, larger, fused = (np.zeros(count, np.uint32) for _ in range(3))
+    pointers = (a, b, c, prmt, larger, fused)
+    params = np.array([tuple(x.ctypes.data for x in pointers)], [(f"f{i}", "u8") for i in range(6)])
+    source = tmp_path / "packed.cu"
+    source.write_text(PACKED)
+    compile_program(tmp_path, str(source), {"packed": ["Pairs"]}).launch("packed", count // 32, 32, [params])
+
+    octets = np.concatenate([a[:1], b[:1]]).view(np.uint8)
+    nibbles = np.arange(count)[:, None] >> 4 * np.arange(4) & 15
+    picked = octets[nibbles & 7]
+    picked = np.where(nibbles & 8, np.where(picked & 0x80, 0xFF, 0), picked)
+    np.testing.assert_array_equal(prmt.view(np.uint8).reshape(-1, 4), picked)
+
+    np.testing.assert_array_equal(larger.view(np.int16), np.maximum(a.view(np.int16), b.view(np.int16)))
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        x, y, z = (part.view(np.float16).astype(np.float64) for part in (a, b, c))
+        exact = x * y + z
+        expected = np.where(exact > 0, exact, 0).astype(np.float16).view(np.uint16)
+    expected[np.isnan(exact)] = 0x7FFF
+    assert np.isnan(exact).any()
+    np.testing.assert_array_equal(fused.view(np.uint16), expected)
+
+
+PRODUCT = """
+struct Matrices { const unsigned* left; const unsigned char* right; float* out; };
+/// left [64, 64] f16 times the transpose of right [128, 64] f16, swizzled: [64, 128] f32.
+extern "C" __global__ void product(const Matrices matrices) {
+    const uint32_t begin = smem_address(dynamic), tile = (begin + 1023) / 1024 * 1024;
+    for (int at = threadIdx.x; at < 128 * 128; at += 128) dynamic[tile - begin + at] = matrices.right[at];
+    __syncthreads();
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    uint32_t a[4][4];
+    for (int step = 0; step < 4; ++step)
+        for (int i = 0; i < 4; ++i)
+            a[step][i] = matrices.left[(row + i % 2 * 8) * 32 + step * 8 + i / 2 * 4 + lane % 4];
+    float d[64];
+    for (float& sum : d) sum = NAN;
+    wgmma_fence();
+    for (int step = 0; step < 4; ++step)
+        wgmma_m64n128k16_f16_rs(d, a[step], swizzle128_descriptor(tile) + 2 * step, step > 0);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    for (int i = 0; i < 64; ++i)
+        matrices.out[(row + i / 2 % 2 * 8) * 128 + i / 4 * 8 + lane % 4 * 2 + i % 2] = d[i];
+}
+"""
+
+
+def test_f16_products_are_those_of_the_matrices(tmp_path: Path) -> None:
+    """Integers times powers of two, subnormal ones too, so that every order of summation is exact."""
+    rng = np.random.default_rng(2)
+    left = np.ldexp(rng.integers(-63, 64, (64, 64)), -(np.arange(64)[:, None] % 8)).astype(np.float16)
+    right = np.ldexp(rng.integers(-63, 64, (128, 64)), -(np.arange(128)[:, None] % 25)).astype(np.float16)
+    row, token = np.arange(128)[:, None], np.arange(64)[None]
+    image = np.zeros(128 * 64, np.float16)
+    image[row * 64 + ((token >> 3 ^ row & 7) << 3) + (token & 7)] = right
+    out = np.zeros((64, 128), np.float32)
+    pointers = tuple(x.ctypes.data for x in (left, image, out))
+    params = np.array([pointers], [(f"f{i}", "u8") for i in range(3)])
+    source = tmp_path / "product.cu"
+    source.write_text(PRODUCT)
+    compile_program(tmp_path, str(source), {"product": ["Matrices"]}).launch("product", 1, 128, [params])
+    np.testing.assert_array_equal(out, left.astype(np.float32) @ right.T.astype(np.float32))
