@@ -12,6 +12,7 @@
 
 #include "byte_perm.h"
 #include "fiber_context.h"
+#include "number_formats.h"
 
 #define __device__
 #define __global__
@@ -215,10 +216,16 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 #define mbarrier_init ptx_mbarrier_init
 #define mbarrier_arrive ptx_mbarrier_arrive
 #define mbarrier_wait ptx_mbarrier_wait
+#define cvt_f16x2_e4m3x2 ptx_cvt_f16x2_e4m3x2
 #include "ptx.cuh"
 #undef mbarrier_init
 #undef mbarrier_arrive
 #undef mbarrier_wait
+#undef cvt_f16x2_e4m3x2
+
+inline uint32_t cvt_f16x2_e4m3x2(uint16_t packed) {
+    return to_f16(from_e4m3(packed & 0xff)) | static_cast<uint32_t>(to_f16(from_e4m3(packed >> 8))) << 16;
+}
 
 struct Mbarrier {
     uint16_t arrivals, missing;

@@ -1,13 +1,20 @@
-// V^T images for FP8 products: wgmma wants both 8-bit operands K-major, V is stored token by token.
+// V^T images: wgmma wants 8-bit operands K-major, V is stored token by token.
 //
-// An image is 16 KiB for each (physical row, KV head), 128 image rows of 128 slots, swizzled as a
-// 128-byte wgmma descriptor expects: slot k of image row n is byte n*128 + (((k>>4) ^ (n&7))<<4 | (k&15)).
-//   slot 32s+16h+4t+2c+q      holds token   32s+16h+8c+2t+q   the order in which a score fragment packs
+// An image for each (physical row, KV head): 128 rows, tokens along K, in parts of 128 bytes a row, each part
+// swizzled as a 128-byte wgmma descriptor expects: byte b of image row n at n*128 + (((b>>4) ^ (n&7))<<4 | (b&15)).
 //   image row 32g+8j+2t+q     holds channel 32g+8t+2j+q       eight consecutive channels for each lane
+// VALUE_BYTES = 1, e4m3 as stored, one part of 16 KiB:
+//   byte 32s+16h+4t+2c+q      holds token   32s+16h+8c+2t+q   the order in which a score fragment packs
+// VALUE_BYTES = 2, f16 (exact), two parts of 16 KiB, tokens 0..63 and 64..127:
+//   bytes 2k and 2k+1         hold  token   k of the part
 // NaN bytes become 0 for every token: a probability of 0 would not silence a NaN past the request's end.
 #pragma once
 
 #include "metadata.cuh"
+
+#ifndef VALUE_BYTES
+#define VALUE_BYTES 1
+#endif
 
 struct PackParams {
     const uint8_t* v;           // byte 0 of V of physical row 0
@@ -29,13 +36,43 @@ struct Selection {
     int total_q;
 };
 
-constexpr int IMAGE_BYTES = 128 * 128;
+constexpr int IMAGE_BYTES = 128 * 128 * VALUE_BYTES;
 constexpr int SELECTION_BLOCKS = TOPK / 4;  // of pack_selected_block, for each query row and head
 
 /// The two NaN of e4m3, 0x7F and 0xFF, replaced by zero in four bytes at once.
 __device__ __forceinline__ unsigned without_nan(unsigned bytes) {
     const unsigned carry = (bytes & 0x7f7f7f7fu) + 0x01010101u;  // bit 7 of each byte: its low seven bits were all ones
     return bytes & ~((carry >> 7 & 0x01010101u) * 0xffu);        // NOTE: __byte_perm does not spread sign bits, PRMT does
+}
+
+/// Four channels of 16 tokens, a token a register, into `slots`: [channel][16 tokens as the image orders them].
+/// NOTE: odd lanes take their channels in the order 1 0 3 2. Eight lanes that store together then
+/// cover all eight residues of n mod 8, which are eight different bank groups.
+__device__ __forceinline__ void transpose(const unsigned (&token)[16], int lane, unsigned (&slots)[4][4 * VALUE_BYTES]) {
+#if VALUE_BYTES == 1
+    const unsigned first = lane % 2 ? 0x7632 : 0x5410, second = first ^ (0x7632 ^ 0x5410);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const unsigned a = token[2 * t], b = token[2 * t + 1], c = token[2 * t + 8], d = token[2 * t + 9];
+        const unsigned low_ab = __byte_perm(a, b, 0x5140), low_cd = __byte_perm(c, d, 0x5140);
+        const unsigned high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
+        slots[0][t] = __byte_perm(low_ab, low_cd, first);
+        slots[1][t] = __byte_perm(low_ab, low_cd, second);
+        slots[2][t] = __byte_perm(high_ab, high_cd, first);
+        slots[3][t] = __byte_perm(high_ab, high_cd, second);
+    }
+#else
+    const unsigned low = lane % 2 ? 0x4051 : 0x5140, high = lane % 2 ? 0x6273 : 0x7362;
+#pragma unroll
+    for (int pair = 0; pair < 8; ++pair) {
+        const unsigned low_ab = __byte_perm(token[2 * pair], token[2 * pair + 1], low);
+        const unsigned high_ab = __byte_perm(token[2 * pair], token[2 * pair + 1], high);
+        slots[0][pair] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(low_ab));
+        slots[1][pair] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(low_ab >> 16));
+        slots[2][pair] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(high_ab));
+        slots[3][pair] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(high_ab >> 16));
+    }
+#endif
 }
 
 /// One page of one head. A warp takes 16 tokens, a lane four channels of them: loads are whole 128-byte
@@ -50,25 +87,18 @@ __device__ __forceinline__ void pack_page(const uint8_t* page, int64_t token_str
 #pragma unroll
     for (int i = 0; i < 16; ++i) token[i] = without_nan(token[i]);
 
-    // NOTE: odd lanes take their channels in the order 1 0 3 2. Eight lanes that store together then
-    // cover all eight residues of n mod 8, which are eight different bank groups.
-    const unsigned first = lane % 2 ? 0x7632 : 0x5410, second = first ^ (0x7632 ^ 0x5410);
-    unsigned slots[4][4];  // [channel][t]: four tokens
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-        const unsigned a = token[2 * t], b = token[2 * t + 1], c = token[2 * t + 8], d = token[2 * t + 9];
-        const unsigned low_ab = __byte_perm(a, b, 0x5140), low_cd = __byte_perm(c, d, 0x5140);
-        const unsigned high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
-        slots[0][t] = __byte_perm(low_ab, low_cd, first);
-        slots[1][t] = __byte_perm(low_ab, low_cd, second);
-        slots[2][t] = __byte_perm(high_ab, high_cd, first);
-        slots[3][t] = __byte_perm(high_ab, high_cd, second);
-    }
+    unsigned slots[4][4 * VALUE_BYTES];
+    transpose(token, lane, slots);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int channel = 4 * lane + (i ^ (lane & 1));
         const int n = (channel & ~31) | (channel >> 1 & 3) << 3 | (channel >> 3 & 3) << 1 | (channel & 1);
-        tile[n * 8 + (warp ^ (n & 7))] = make_uint4(slots[i][0], slots[i][1], slots[i][2], slots[i][3]);
+#pragma unroll
+        for (int j = 0; j < VALUE_BYTES; ++j) {
+            const int word = warp * VALUE_BYTES + j, part = VALUE_BYTES == 1 ? 0 : word / 8;
+            tile[part * 1024 + n * 8 + (word - part * 8 ^ (n & 7))] =
+                make_uint4(slots[i][4 * j], slots[i][4 * j + 1], slots[i][4 * j + 2], slots[i][4 * j + 3]);
+        }
     }
     __syncthreads();
 #pragma unroll
