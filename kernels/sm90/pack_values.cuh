@@ -45,60 +45,70 @@ __device__ __forceinline__ unsigned without_nan(unsigned bytes) {
     return bytes & ~((carry >> 7 & 0x01010101u) * 0xffu);        // NOTE: __byte_perm does not spread sign bits, PRMT does
 }
 
-/// Four channels of 16 tokens, a token a register, into `slots`: [channel][16 tokens as the image orders them].
-/// NOTE: odd lanes take their channels in the order 1 0 3 2. Eight lanes that store together then
-/// cover all eight residues of n mod 8, which are eight different bank groups.
-__device__ __forceinline__ void transpose(const unsigned (&token)[16], int lane, unsigned (&slots)[4][4 * VALUE_BYTES]) {
+constexpr int CHANNELS = 4 * VALUE_BYTES, TOKENS = 16 / VALUE_BYTES;  // that a lane transposes: 64 bytes
+constexpr int LANES = 128 / CHANNELS;                                // that share a token
+
+/// Bytes of a lane, as loaded token by token, into one 16-byte word of the image for each channel.
+/// Where `odd`, the channels come in the order 1 0 3 2 ...
+__device__ __forceinline__ void transpose(const unsigned (&loaded)[16], int odd, unsigned (&words)[CHANNELS][4]) {
 #if VALUE_BYTES == 1
-    const unsigned first = lane % 2 ? 0x7632 : 0x5410, second = first ^ (0x7632 ^ 0x5410);
+    const unsigned first = odd ? 0x7632 : 0x5410, second = first ^ (0x7632 ^ 0x5410);
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-        const unsigned a = token[2 * t], b = token[2 * t + 1], c = token[2 * t + 8], d = token[2 * t + 9];
+        const unsigned a = loaded[2 * t], b = loaded[2 * t + 1], c = loaded[2 * t + 8], d = loaded[2 * t + 9];
         const unsigned low_ab = __byte_perm(a, b, 0x5140), low_cd = __byte_perm(c, d, 0x5140);
         const unsigned high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
-        slots[0][t] = __byte_perm(low_ab, low_cd, first);
-        slots[1][t] = __byte_perm(low_ab, low_cd, second);
-        slots[2][t] = __byte_perm(high_ab, high_cd, first);
-        slots[3][t] = __byte_perm(high_ab, high_cd, second);
+        words[0][t] = __byte_perm(low_ab, low_cd, first);
+        words[1][t] = __byte_perm(low_ab, low_cd, second);
+        words[2][t] = __byte_perm(high_ab, high_cd, first);
+        words[3][t] = __byte_perm(high_ab, high_cd, second);
     }
 #else
-    const unsigned low = lane % 2 ? 0x4051 : 0x5140, high = lane % 2 ? 0x6273 : 0x7362;
+    const unsigned low = odd ? 0x4051 : 0x5140, high = odd ? 0x6273 : 0x7362;
 #pragma unroll
-    for (int pair = 0; pair < 8; ++pair) {
-        const unsigned low_ab = __byte_perm(token[2 * pair], token[2 * pair + 1], low);
-        const unsigned high_ab = __byte_perm(token[2 * pair], token[2 * pair + 1], high);
-        slots[0][pair] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(low_ab));
-        slots[1][pair] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(low_ab >> 16));
-        slots[2][pair] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(high_ab));
-        slots[3][pair] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(high_ab >> 16));
+    for (int i = 0; i < 8; ++i) {
+        const int t = i / 2, channel = i % 2 * 4;
+        const unsigned a = loaded[4 * t + i % 2], b = loaded[4 * t + 2 + i % 2];
+        const unsigned low_ab = __byte_perm(a, b, low), high_ab = __byte_perm(a, b, high);
+        words[channel][t] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(low_ab));
+        words[channel + 1][t] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(low_ab >> 16));
+        words[channel + 2][t] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(high_ab));
+        words[channel + 3][t] = cvt_f16x2_e4m3x2(static_cast<uint16_t>(high_ab >> 16));
     }
 #endif
 }
 
-/// One page of one head. A warp takes 16 tokens, a lane four channels of them: loads are whole 128-byte
-/// rows of V and all in flight together, the 16 x 4 bytes are transposed in registers, and the image
-/// leaves through shared memory in 16-byte words.
+/// One page of one head. A warp takes 16 tokens, a lane 64 bytes of them: loads are whole 128-byte rows of V
+/// and all in flight together, a lane's bytes are transposed in registers, and the image leaves through
+/// shared memory in 16-byte words.
 __device__ __forceinline__ void pack_page(const uint8_t* page, int64_t token_stride, uint4* image, uint4* tile) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    unsigned token[16];
+    const int column = threadIdx.x % LANES, word = threadIdx.x / LANES, part = VALUE_BYTES == 1 ? 0 : word / 8;
+    unsigned loaded[16];
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-        token[i] = __ldg(reinterpret_cast<const unsigned*>(page + (16 * warp + i) * token_stride) + lane);
+    for (int i = 0; i < TOKENS; ++i) {
+        const uint8_t* token = page + (TOKENS * word + i) * token_stride;
+#if VALUE_BYTES == 1
+        loaded[i] = __ldg(reinterpret_cast<const unsigned*>(token) + column);
+#else
+        const uint2 both = __ldg(reinterpret_cast<const uint2*>(token) + column);
+        loaded[2 * i] = both.x;
+        loaded[2 * i + 1] = both.y;
+#endif
+    }
 #pragma unroll
-    for (int i = 0; i < 16; ++i) token[i] = without_nan(token[i]);
+    for (int i = 0; i < 16; ++i) loaded[i] = without_nan(loaded[i]);
 
-    unsigned slots[4][4 * VALUE_BYTES];
-    transpose(token, lane, slots);
+    // NOTE: `odd` is the bit of the lane that n mod 8 leaves out. Eight lanes that store together then
+    // cover all eight residues of n mod 8, which are eight different bank groups.
+    const int odd = VALUE_BYTES == 1 ? column & 1 : column >> 2 & 1;
+    unsigned words[CHANNELS][4];
+    transpose(loaded, odd, words);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int channel = 4 * lane + (i ^ (lane & 1));
+    for (int i = 0; i < CHANNELS; ++i) {
+        const int channel = CHANNELS * column + (i ^ odd);
         const int n = (channel & ~31) | (channel >> 1 & 3) << 3 | (channel >> 3 & 3) << 1 | (channel & 1);
-#pragma unroll
-        for (int j = 0; j < VALUE_BYTES; ++j) {
-            const int word = warp * VALUE_BYTES + j, part = VALUE_BYTES == 1 ? 0 : word / 8;
-            tile[part * 1024 + n * 8 + (word - part * 8 ^ (n & 7))] =
-                make_uint4(slots[i][4 * j], slots[i][4 * j + 1], slots[i][4 * j + 2], slots[i][4 * j + 3]);
-        }
+        tile[(128 * part + n) * 8 + (word - part * 8 ^ (n & 7))] =
+            make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
     }
     __syncthreads();
 #pragma unroll

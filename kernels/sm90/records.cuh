@@ -37,7 +37,7 @@ static_assert(sizeof(TaskRecord) == 144, "fetched as nine 16-byte words");
 struct AttentionParams {
     const uint8_t* q;        // [total_q, Hq, 128] bf16
     uint8_t* out;            // [total_q, Hq, 128] bf16
-    const uint8_t* values;   // V^T images, 16 KiB for each (physical row, KV head): see pack_values.cuh
+    const uint8_t* values;   // V^T images, one for each (physical row, KV head): see pack_values.cuh
     const TaskRecord* task_records;
     const PageRecord* page_records;
     const int* task_order;   // tasks by descending work, or null: as they are

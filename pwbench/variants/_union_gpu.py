@@ -129,6 +129,8 @@ class _UnionWalk:
         self.out = torch.empty_like(call.q)
         self._multiprocessors = torch.cuda.get_device_properties(call.device).multi_processor_count
         self._programmatic = {"PROGRAMMATIC": 1} if design.programmatic else {}
+        # Left out where it is the default, which keeps binaries compiled without it in use.
+        self._packing = {**self._programmatic, **({"VALUE_BYTES": 2} if design.value_bytes == 2 else {})}
 
         self._bind_metadata(regrouped)
         self.attention = self._bind_attention()
@@ -137,7 +139,7 @@ class _UnionWalk:
         plan = self.plan
         lists, values = self._prepare_params(regrouped), self._pack_params()
         packers = plan.pack_blocks(self._multiprocessors)
-        fused = {**self._programmatic, "PACK_SELECTED": int(plan.packs_selected)}
+        fused = {**self._packing, "PACK_SELECTED": int(plan.packs_selected)}
 
         def prepare(entry: str) -> Kernel:
             defines = {"TASK_QUERIES": plan.queries, **fused}
@@ -150,7 +152,7 @@ class _UnionWalk:
             (plan.tasks + packers,), BLOCK, lists, values
         )
         pack = kernels.get(
-            "pack_values.cu", "pack_selected" if plan.packs_selected else "pack_values", self._programmatic
+            "pack_values.cu", "pack_selected" if plan.packs_selected else "pack_values", self._packing
         )
         selection = [self._selection_params()] if plan.packs_selected else []
         self.pack_values = pack.bind((packers,), BLOCK, values, *selection)
@@ -299,7 +301,7 @@ class _UnionWalk:
             "pages": pages.reshape(len(tasks), self.plan.record_stride),
             "unions": unions_of(tasks, pages.reshape(len(tasks), self.plan.record_stride)),
             "task_order": self.workspace.task_order.cpu().numpy(),
-            "images": self.workspace.images.view(self.plan.pool_pages, self.plan.kv_heads, PAGE, HEAD_DIM),
+            "images": self.workspace.images.view(self.plan.pool_pages, self.plan.kv_heads, -1),
         }
 
 

@@ -14,16 +14,14 @@ from pwbench.operator import HEAD_DIM, PAGE, TOPK, SparsePrefillCall
 
 BLOCK = 256
 """Threads of every metadata block (metadata.cuh)."""
-IMAGE_BYTES = PAGE * HEAD_DIM
-"""One V^T image (pack_values.cuh)."""
 MAX_PAGES = 1 << 16
 """Logical ids are 16 bits wide in page records."""
 SELECTION_BLOCKS = TOPK // 4
 """Blocks that pack what one query row selected (pack_values.cuh)."""
 BITMAP_PAGES = 512
 """Capacity of the paper's form of the search (regroup_bitmap.cu)."""
-PACK_BLOCKS = 8
-"""Blocks a multiprocessor can hold while packing: 256 threads, 16 KiB of shared memory."""
+PACK_BLOCKS = {1: 8, 2: 6}
+"""Blocks of 256 threads a multiprocessor can hold, each with an image in shared memory, by `value_bytes`."""
 
 PAGE_RECORD = np.dtype([("row", "i4"), ("logical", "u2"), ("members", "u2")])
 SLOTS = 16
@@ -54,6 +52,7 @@ class Design:
         bitmap_search: search in the paper's form, where contexts fit its 512 pages; for comparison.
         programmatic: launches overlap the tail of the one before; the source must wait for it.
         defines: macros of the source.
+        value_bytes: of an element of the V^T images that the source reads: 1, e4m3, or 2, f16.
     """
 
     source: str
@@ -67,6 +66,7 @@ class Design:
     bitmap_search: bool = False
     programmatic: bool = False
     defines: Mapping[str, int] = field(default_factory=dict)
+    value_bytes: int = 1
 
 
 _PAGEWEAVER = Design(
@@ -82,11 +82,13 @@ _PAGEWEAVER = Design(
 DESIGNS: dict[str, dict[str, Design]] = {
     "union8": {
         "fast": Design("union8.cu", queries=8, threads=128, cluster=2),
-        "accurate": Design("union8.cu", queries=8, threads=128, cluster=2, defines={"ACCURATE": 1}),
+        "accurate": Design(
+            "union8.cu", queries=8, threads=128, cluster=2, defines={"ACCURATE": 1}, value_bytes=2
+        ),
     },
     "pageweaver": {
         "fast": _PAGEWEAVER,
-        "accurate": replace(_PAGEWEAVER, defines={"ACCURATE": 1}),
+        "accurate": replace(_PAGEWEAVER, defines={"ACCURATE": 1}, value_bytes=2),
     },
 }
 """Attention kernel by the first part of the variant's name and precision."""
@@ -101,7 +103,9 @@ class Plan:
         search_group: slots that the search fills together.
         window: query rows of a search window, a multiple of ``queries`` so that groups fill tasks.
         tasks_per_head, windows_per_head: bounds; request boundaries are only known on the device.
+        value_bytes: of an element of a V^T image.
         images: V^T images, one for each row of the cache and KV head.
+        image_bytes: of one of them.
     """
 
     total_q: int
@@ -112,6 +116,7 @@ class Plan:
     queries: int
     search_group: int
     window: int
+    value_bytes: int = 1
 
     @classmethod
     def of(cls, call: SparsePrefillCall, design: Design, window: int) -> Plan:
@@ -133,6 +138,7 @@ class Plan:
             queries=design.queries,
             search_group=design.search_group or design.queries,
             window=max(window - window % design.queries, design.queries),
+            value_bytes=design.value_bytes,
         )
 
     @property
@@ -160,6 +166,10 @@ class Plan:
         return self.pool_pages * self.kv_heads
 
     @property
+    def image_bytes(self) -> int:
+        return PAGE * HEAD_DIM * self.value_bytes
+
+    @property
     def packs_selected(self) -> bool:
         """Whether to make V^T images of the selected pages alone: worth its look at the neighbours' ids
         when there are few queries for the pages that the page table has room for."""
@@ -170,7 +180,8 @@ class Plan:
         otherwise one for each possible page, or as many as run at once."""
         if self.packs_selected:
             return self.total_q * self.kv_heads * SELECTION_BLOCKS
-        return min(self.requests * self.max_pages * self.kv_heads, PACK_BLOCKS * multiprocessors)
+        at_once = PACK_BLOCKS[self.value_bytes] * multiprocessors
+        return min(self.requests * self.max_pages * self.kv_heads, at_once)
 
     @property
     def _bitmap_bytes(self) -> int:
@@ -179,14 +190,14 @@ class Plan:
     @property
     def prepare_shared(self) -> int:
         """Dynamic shared memory of `prepare` (UnionScratch, then the bitmap), never less than a V image."""
-        return max(BLOCK * (PAGE_RECORD.itemsize + 4) + 64 + self._bitmap_bytes, IMAGE_BYTES)
+        return max(BLOCK * (PAGE_RECORD.itemsize + 4) + 64 + self._bitmap_bytes, self.image_bytes)
 
     @property
     def regroup_shared(self) -> int:
         """Dynamic shared memory of `regroup` (WindowScratch, then the bitmap), never less than a V image."""
         columns = 64 if self.window <= 64 else 128
         groups = -(-self.window // self.search_group)
-        return max(columns * (256 + 168) + 64 + 8 * groups + self._bitmap_bytes, IMAGE_BYTES)
+        return max(columns * (256 + 168) + 64 + 8 * groups + self._bitmap_bytes, self.image_bytes)
 
 
 @dataclass(frozen=True)
@@ -198,7 +209,7 @@ class Workspace:
         tasks, pages: `TASK_RECORD` and `PAGE_RECORD` bytes.
         task_work, task_order: one int32 for each task.
         counters: ``[2]`` int32: tasks handed out (attention), tasks prepared (prepare).
-        images: V^T bytes.
+        images: `Plan.images` of `Plan.image_bytes` each.
     """
 
     order: torch.Tensor
@@ -225,7 +236,7 @@ class Workspace:
             task_work=integers(plan.tasks),
             task_order=integers(plan.tasks),
             counters=integers(2),
-            images=octets(plan.images * IMAGE_BYTES),
+            images=octets(plan.images * plan.image_bytes),
         )
 
     @property

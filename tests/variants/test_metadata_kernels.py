@@ -51,9 +51,10 @@ class Run:
         queries: int,
         window: int = 128,
         search_group: int | None = None,
+        value_bytes: int = 1,
     ) -> None:
         self.folder, self.call = folder, call
-        design = Design("any.cu", queries, threads=128, search_group=search_group)
+        design = Design("any.cu", queries, threads=128, search_group=search_group, value_bytes=value_bytes)
         plan = self.plan = Plan.of(call, design, window)
         self.order = np.full((plan.kv_heads, plan.total_q), UNTOUCHED, np.int32)
         self.tasks = np.full((plan.tasks, TASK_RECORD.itemsize // 4), UNTOUCHED, np.int32).view(TASK_RECORD)[
@@ -63,7 +64,7 @@ class Run:
         self.work = np.full(plan.tasks, UNTOUCHED, np.int32)
         self.task_order = np.full(plan.tasks, UNTOUCHED, np.int32)
         self.counters = np.array([5, 0], np.int32)
-        self.images = np.full((plan.pool_pages, plan.kv_heads, PAGE, PAGE), 0xEE, np.uint8)
+        self.images = np.full((plan.pool_pages, plan.kv_heads, plan.image_bytes), 0xEE, np.uint8)
         self.packers = plan.pack_blocks(1) if plan.packs_selected else 5
 
     @property
@@ -94,7 +95,7 @@ class Run:
 
     def pack_values(self) -> None:
         entries = {"pack_values": ["PackParams"], "pack_selected": ["PackParams", "Selection"]}
-        program = compile_for_cpu(self.folder, "pack_values.cu", entries, {})
+        program = compile_for_cpu(self.folder, "pack_values.cu", entries, self._images)
         if not self.plan.packs_selected:
             program.launch("pack_values", self.packers, BLOCK, self._pack_params())
             return
@@ -127,7 +128,11 @@ class Run:
 
     @property
     def _fused(self) -> dict[str, int]:
-        return {"PACK_SELECTED": 1} if self.plan.packs_selected else {}
+        return {**self._images, **({"PACK_SELECTED": 1} if self.plan.packs_selected else {})}
+
+    @property
+    def _images(self) -> dict[str, int]:
+        return {"VALUE_BYTES": self.plan.value_bytes} if self.plan.value_bytes > 1 else {}
 
     def _tables(self) -> dict[str, object]:
         return {
@@ -195,14 +200,17 @@ def oracle_unions(call: SparsePrefillCall, order: np.ndarray, queries: int) -> U
 
 
 def unpacked(image: np.ndarray) -> np.ndarray:
-    """``[token, channel]`` bytes of one V^T image, by the definition of its format."""
+    """``[token, channel]`` bits of a V^T image, e4m3 or by its size f16, by the definition of its format."""
     token = channel = np.arange(PAGE)
-    s, h, c, t, q = token >> 5, token >> 4 & 1, token >> 3 & 1, token >> 1 & 3, token & 1
-    slot = 32 * s + 16 * h + 4 * t + 2 * c + q
     g, t, j, q = channel >> 5, channel >> 3 & 3, channel >> 1 & 3, channel & 1
     row = 32 * g + 8 * j + 2 * t + q
-    at = row[None] * 128 + (((slot[:, None] >> 4) ^ (row[None] & 7)) << 4) + (slot[:, None] & 15)
-    return image.reshape(-1)[at]
+    if image.size == PAGE * PAGE:
+        s, h, c, t, q = token >> 5, token >> 4 & 1, token >> 3 & 1, token >> 1 & 3, token & 1
+        part, byte = 0 * token, 32 * s + 16 * h + 4 * t + 2 * c + q
+    else:
+        part, byte = token // 64, token % 64 * 2
+    at = row * 128 + ((byte[:, None] >> 4 ^ row & 7) << 4) + (byte[:, None] & 15) + 16384 * part[:, None]
+    return image[at] if image.size == PAGE * PAGE else image.view(np.uint16)[at // 2]
 
 
 def assert_same(seen: Unions, expected: Unions) -> None:
@@ -241,6 +249,8 @@ def assert_images(
     stored = call.v.contiguous().view(torch.uint8).numpy()
     clean = np.where((stored & 0x7F) == 0x7F, 0, stored)
     assert (clean != stored).any()
+    if images.shape[-1] > PAGE * PAGE:
+        clean = torch.from_numpy(clean).view(torch.float8_e4m3fn).to(torch.float16).numpy().view(np.uint16)
     if wanted is None:
         wanted = {
             (row, head)
@@ -373,20 +383,26 @@ def test_unions_of_a_million_token_context(folder: Path) -> None:
 # V images and fused launches ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value_bytes", [1, 2])
 @pytest.mark.parametrize("separate", [False, True])
-def test_images_hold_every_token_of_every_used_page_and_no_nan(folder: Path, separate: bool) -> None:
+def test_images_hold_every_token_of_every_used_page_and_no_nan(
+    folder: Path, separate: bool, value_bytes: int
+) -> None:
     call = make_call(3, (40, 0, 5), kv_heads=2, selection="random", separate=separate)
-    run = Run(folder, call, 8)
+    run = Run(folder, call, 8, value_bytes=value_bytes)
     run.pack_values()
     assert_images(call, run.images)
 
 
+@pytest.mark.parametrize("value_bytes", [1, 2])
 @pytest.mark.parametrize("entry", ["pack_values", "prepare_and_pack", "plan_and_pack"])
-def test_few_queries_in_a_long_context_pack_what_they_select_and_no_more(folder: Path, entry: str) -> None:
+def test_few_queries_in_a_long_context_pack_what_they_select_and_no_more(
+    folder: Path, entry: str, value_bytes: int
+) -> None:
     call = make_call(21, (3, 0, 75), prefix_lens=(30_000, 0, 9_000), kv_heads=2, selection="dirty")
     call.topk[:, 3:30] = call.topk[:, 3:4]  # repeats, of pages the first of them may not see yet
     call.positions[3:10] = 300
-    run = Run(folder, call, 8, 64)
+    run = Run(folder, call, 8, 64, value_bytes=value_bytes)
     assert run.plan.packs_selected
     getattr(run, entry)()
     request = request_of_rows(call.cu_seqlens_q.numpy())
@@ -395,9 +411,10 @@ def test_few_queries_in_a_long_context_pack_what_they_select_and_no_more(folder:
     assert_images(call, run.images, set(zip(rows.tolist(), head.tolist(), strict=True)))
 
 
-def test_preparing_beside_packing_writes_what_each_does_alone(folder: Path) -> None:
+@pytest.mark.parametrize("value_bytes", [1, 2])
+def test_preparing_beside_packing_writes_what_each_does_alone(folder: Path, value_bytes: int) -> None:
     call = make_call(13, (90, 20), kv_heads=2, selection="dirty")
-    run = Run(folder, call, 8)
+    run = Run(folder, call, 8, value_bytes=value_bytes)
     run.prepare_and_pack()
     assert_same(run.unions, oracle_unions(call, identity_order(2, 110), 8))
     assert_task_order(run)
@@ -406,14 +423,23 @@ def test_preparing_beside_packing_writes_what_each_does_alone(folder: Path) -> N
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize(
-    ("window", "queries", "group"),
-    [(128, 8, 8), (64, 8, 8), (64, 8, 4), (128, 8, 2), (120, 12, 12), (64, 16, 16)],
+    ("window", "queries", "group", "value_bytes"),
+    [
+        (128, 8, 8, 1),
+        (128, 8, 8, 2),
+        (64, 8, 8, 1),
+        (64, 8, 4, 1),
+        (64, 8, 4, 2),
+        (128, 8, 2, 1),
+        (120, 12, 12, 1),
+        (64, 16, 16, 1),
+    ],
 )
 def test_one_launch_plans_and_packs_as_the_stages_do(
-    folder: Path, selection: Selection, window: int, queries: int, group: int
+    folder: Path, selection: Selection, window: int, queries: int, group: int, value_bytes: int
 ) -> None:
     call = make_call(queries, (131, 0, 1, 20), kv_heads=2, selection=selection)
-    run = Run(folder, call, queries, window, group)
+    run = Run(folder, call, queries, window, group, value_bytes)
     run.plan_and_pack()
     np.testing.assert_array_equal(run.order, greedy(call, window, group))
     assert_same(run.unions, oracle_unions(call, run.order, queries))

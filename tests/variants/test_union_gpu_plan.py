@@ -17,7 +17,16 @@ from pwbench.grouping import Unions, prepare_unions, regroup
 from pwbench.operator import TOPK, supports
 from pwbench.variants import _union_plan as plans
 from pwbench.variants._union_gpu import check_layout
-from pwbench.variants._union_plan import DESIGNS, PAGE_RECORD, SLOTS, TASK_RECORD, Design, Plan, unions_of
+from pwbench.variants._union_plan import (
+    BLOCK,
+    DESIGNS,
+    PAGE_RECORD,
+    SLOTS,
+    TASK_RECORD,
+    Design,
+    Plan,
+    unions_of,
+)
 from tests.calls import make_call
 
 
@@ -28,8 +37,9 @@ def plan(
     queries: int = 8,
     window: int = 128,
     search_group: int | None = None,
+    value_bytes: int = 1,
 ) -> Plan:
-    return Plan(total_q, requests, 1, max_pages, 100, queries, search_group or queries, window)
+    return Plan(total_q, requests, 1, max_pages, 100, queries, search_group or queries, window, value_bytes)
 
 
 def tasks_of(queries: int, **more: int) -> Design:
@@ -77,19 +87,44 @@ def test_few_queries_pack_what_they_select_and_many_pack_every_page() -> None:
     assert plan(total_q=64, max_pages=8192).pack_blocks(132) == 64 * 4
     assert not plan(total_q=8192, max_pages=512).packs_selected
     assert plan(total_q=8192, max_pages=512).pack_blocks(132) == 512
-    assert plan(total_q=8192, max_pages=8192).pack_blocks(132) == 132 * plans.PACK_BLOCKS
 
 
-@given(st.integers(1, plans.MAX_PAGES), st.sampled_from([60, 64, 120, 128]), st.sampled_from([4, 8]))
-def test_every_launch_fits_the_shared_memory_of_a_block(max_pages: int, window: int, group: int) -> None:
-    sizes = plan(max_pages=max_pages, window=window, search_group=group)
+@pytest.mark.parametrize(("value_bytes", "blocks"), [(1, 8), (2, 6)])
+def test_as_many_blocks_pack_as_fit_a_multiprocessor(value_bytes: int, blocks: int) -> None:
+    sizes = plan(total_q=8192, max_pages=8192, value_bytes=value_bytes)
+    assert sizes.pack_blocks(132) == 132 * blocks
+    assert blocks * BLOCK <= 2048  # threads
+    assert blocks * (sizes.image_bytes + 1024) <= 228 * 1024  # shared memory
+
+
+@pytest.mark.parametrize(("precision", "image"), [("fast", 16384), ("accurate", 32768)])
+@pytest.mark.parametrize("name", sorted(DESIGNS))
+def test_the_accurate_designs_alone_have_images_of_f16(name: str, precision: str, image: int) -> None:
+    call = make_call(1, (40,), kv_heads=2)
+    sizes = Plan.of(call, DESIGNS[name][precision], 128)
+    assert sizes.image_bytes == image
+    space = plans.Workspace.allocate(sizes, torch.device("cpu"))
+    assert space.images.numel() == call.v.numel() * image // 16384
+
+
+@given(
+    st.integers(1, plans.MAX_PAGES),
+    st.sampled_from([60, 64, 120, 128]),
+    st.sampled_from([4, 8]),
+    st.sampled_from([1, 2]),
+)
+def test_every_launch_fits_the_shared_memory_of_a_block(
+    max_pages: int, window: int, group: int, value_bytes: int
+) -> None:
+    sizes = plan(max_pages=max_pages, window=window, search_group=group, value_bytes=value_bytes)
     bitmap = -(-max_pages // 32) * 4 + -(-max_pages // 32) * 2
     for shared in (sizes.prepare_shared, sizes.regroup_shared):
-        assert max(plans.IMAGE_BYTES, bitmap) <= shared <= kernels.MAX_SHARED
+        assert max(16384 * value_bytes, bitmap) <= shared <= kernels.MAX_SHARED
 
 
-def test_a_64k_context_leaves_room_for_four_search_blocks_an_sm() -> None:
-    assert 4 * (plan(max_pages=512).regroup_shared + 1024) <= 228 * 1024
+@pytest.mark.parametrize("value_bytes", [1, 2])
+def test_a_64k_context_leaves_room_for_four_search_blocks_an_sm(value_bytes: int) -> None:
+    assert 4 * (plan(max_pages=512, value_bytes=value_bytes).regroup_shared + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize(
