@@ -94,8 +94,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK) prepare(const __grid_constan
     prepare_block(params, blockIdx.x, reinterpret_cast<unsigned char*>(dynamic));
 }
 
+// NOTE: left to itself ptxas squeezes the f16 form into 48 registers, for a fifth block an SM, and spills.
+#if VALUE_BYTES == 1
+#define BOUNDS __launch_bounds__(BLOCK)
+#else
+#define BOUNDS __launch_bounds__(BLOCK, 4)
+#endif
+
 /// Both in one launch, for the original order: the tasks first, since the order of tasks waits for the last.
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void BOUNDS
     prepare_and_pack(const __grid_constant__ PrepareParams params, const __grid_constant__ PackParams values) {
     wait_for_previous_kernel();
     release_next_kernel();
