@@ -183,11 +183,6 @@ inline unsigned __ballot_sync(unsigned, bool own) {
     return all;
 }
 inline bool __any_sync(unsigned mask, bool own) { return __ballot_sync(mask, own) != 0; }
-inline unsigned __match_any_sync(unsigned, unsigned own) {
-    unsigned equal = 0, lane = 0;
-    for (unsigned other : emulator::exchange(own)) equal |= static_cast<unsigned>(other == own) << lane++;
-    return equal;
-}
 inline unsigned __reduce_min_sync(unsigned, unsigned own) {
     const auto all = emulator::exchange(own);
     return *std::min_element(all.begin(), all.end());
@@ -202,6 +197,11 @@ template <typename T> T __ldg(const T* at) { return *at; }
 template <typename T> T __ldcg(const T* at) { return *at; }
 template <typename T, typename U> T atomicOr(T* at, U bits) { const T old = *at; *at |= bits; return old; }
 template <typename T, typename U> T atomicAdd(T* at, U more) { const T old = *at; *at += more; return old; }
+inline unsigned atomicInc(unsigned* at, unsigned limit) {
+    const unsigned old = *at;
+    *at = old >= limit ? 0 : old + 1;
+    return old;
+}
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {

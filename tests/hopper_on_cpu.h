@@ -97,6 +97,13 @@ template <typename T> T atomicAdd(T* at, T more) {
     *at += more;
     return old;
 }
+inline unsigned atomicInc(unsigned* at, unsigned limit) {
+    emulator::stumble();
+    emulator::event();
+    const unsigned old = *at;
+    *at = old >= limit ? 0 : old + 1;
+    return old;
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline void __trap() { emulator::fail("trap"); }

@@ -11,9 +11,9 @@ struct UnionScratch {
     int work;
 };
 static_assert(sizeof(UnionScratch) <= 12 * BLOCK + 64, "as the host reckons it");
-static_assert(sizeof(SortScratch) <= IMAGE_BYTES, "fits where an image does");
 
-__device__ __forceinline__ void prepare_task(const PrepareParams& params, int task, UnionScratch& scratch,
+/// One task, by the whole block; `turn` is thread 0's.
+__device__ __forceinline__ void prepare_task(const PrepareParams& params, int task, unsigned turn, UnionScratch& scratch,
                                              unsigned* bitmap, unsigned short* before) {
     const int words = divide_up(params.max_pages, 32);
     for (int word = threadIdx.x; word < words; word += BLOCK) bitmap[word] = 0;
@@ -69,21 +69,25 @@ __device__ __forceinline__ void prepare_task(const PrepareParams& params, int ta
         params.page_records[static_cast<int64_t>(task) * TASK_IDS + threadIdx.x] = page;
         tiles = tiles_of(page.members);
     }
-    if (params.task_work == nullptr) return;
+    if (params.queue == nullptr || queries == 0) return;
     tiles = __reduce_add_sync(ALL_LANES, tiles);
     if (threadIdx.x % 32 == 0 && tiles) atomicAdd(&scratch.work, tiles);
     __syncthreads();
-    if (threadIdx.x == 0) params.task_work[task] = scratch.work;
+    if (threadIdx.x == 0) {
+        const Listing listing = take_place(params, turn, scratch.work);
+        listing.bucket[listing.place] = task;
+    }
 }
 
-/// Task `task`, and in the block that finishes last the order of all of them.
+/// Task `task` of a launch that has a block for each.
 __device__ __forceinline__ void prepare_block(const PrepareParams& params, int task, unsigned char* shared) {
     UnionScratch& scratch = *reinterpret_cast<UnionScratch*>(shared);
     unsigned* bitmap = reinterpret_cast<unsigned*>(shared + sizeof(UnionScratch));
     unsigned short* before = reinterpret_cast<unsigned short*>(bitmap + divide_up(params.max_pages, 32));
-    if (task == 0 && threadIdx.x == 0) *params.next_task = 0;
-    prepare_task(params, task, scratch, bitmap, before);
-    finish_tasks(params, params.kv_heads * params.tasks_per_head, shared);
+    const bool queued = params.queue != nullptr && threadIdx.x == 0;
+    const unsigned turn = queued ? take_turn(params, task, params.kv_heads * params.tasks_per_head) : 0;
+    prepare_task(params, task, turn, scratch, bitmap, before);
+    if (queued && task == 0) open_next_turn(params, turn);
 }
 
 extern __shared__ uint4 dynamic[];
@@ -101,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) prepare(const __grid_constan
 #define BOUNDS __launch_bounds__(BLOCK, 4)
 #endif
 
-/// Both in one launch, for the original order: the tasks first, since the order of tasks waits for the last.
+/// Both in one launch, for the original order: the tasks first, the longer chain.
 extern "C" __global__ void BOUNDS
     prepare_and_pack(const __grid_constant__ PrepareParams params, const __grid_constant__ PackParams values) {
     wait_for_previous_kernel();

@@ -7,6 +7,8 @@
 
 #include "tasks.cuh"
 
+constexpr int BUSY = 32 * (1 + EMITTERS);  // threads that search or emit tasks
+
 /// TASK_QUERIES neighbours of the order as a task, by one warp. `slots` counts who selected each local page, two pages to a word.
 __device__ __forceinline__ void emit_task(const PrepareParams& params, const Window& window, WindowScratch& scratch,
                                           unsigned* slots, int first_slot, int task) {
@@ -40,6 +42,8 @@ __device__ __forceinline__ void emit_task(const PrepareParams& params, const Win
         pages += __popc(found[0]) + __popc(found[1]);
     }
     work = __reduce_add_sync(ALL_LANES, work);
+    Listing listing = {};
+    if (lane == 0 && params.queue) listing = take_place(params, scratch.turn, work);
 
     TaskRecord& record = params.task_records[task];
     if (lane < SLOTS) {
@@ -51,26 +55,27 @@ __device__ __forceinline__ void emit_task(const PrepareParams& params, const Win
         record.queries = queries;
         record.kv_head = window.head;
         record.request = window.request;
-        if (params.task_work) params.task_work[task] = work;
+        if (params.queue) listing.bucket[listing.place] = task;
     }
 }
 
-/// Marks the tasks that a head has room for and no query needs.
+/// Marks the tasks that a head has room for and no query needs, by the warps that a search leaves idle.
 __device__ __forceinline__ void clear_unused_tasks(const PrepareParams& params, int head, int used) {
-    for (int task = used + threadIdx.x; task < params.tasks_per_head; task += BLOCK) {
+    for (int task = used + threadIdx.x - BUSY; task < params.tasks_per_head; task += BLOCK - BUSY) {
         TaskRecord& record = params.task_records[head * params.tasks_per_head + task];
         record.pages = record.queries = record.request = 0;
         record.kv_head = head;
         for (SlotRecord& slot : record.slots) slot = {-1, 0};
-        if (params.task_work) params.task_work[head * params.tasks_per_head + task] = 0;
     }
 }
 
-/// One window: lists its pages, decides its order, writes it out, and with `tasks` emits them too.
+/// One window: lists its pages, decides its order, writes it out, and with `tasks` emits them too. `turn` is thread 0's.
 __device__ __forceinline__ void regroup_window(const RegroupParams& params, const PrepareParams* tasks,
-                                               const Window& window, int first_task, unsigned char* shared) {
+                                               const Window& window, int first_task, unsigned turn,
+                                               unsigned char* shared) {
     WindowScratch& scratch = *reinterpret_cast<WindowScratch*>(shared);
     list_pages(params, window, scratch, reinterpret_cast<unsigned*>(shared + sizeof(WindowScratch)));
+    if (threadIdx.x == 0) scratch.turn = turn;  // both ways on have a barrier
     const bool searched = params.gate <= 0 || worth_searching(params, window.size, scratch);
     if (searched) {
         build_table(scratch);
@@ -98,23 +103,24 @@ extern __shared__ uint4 dynamic[];
 __device__ __forceinline__ void regroup_block(const RegroupParams& params, int block) {
     const Window window = find_window(params, block);
     if (window.request >= 0)
-        regroup_window(params, nullptr, window, 0, reinterpret_cast<unsigned char*>(dynamic));
+        regroup_window(params, nullptr, window, 0, 0, reinterpret_cast<unsigned char*>(dynamic));
 }
 
 __device__ __forceinline__ void plan_block(const RegroupParams& params, const PrepareParams& tasks, int block) {
     const auto tasks_of = [&](int request) {
         return divide_up(params.cu_seqlens_q[request + 1] - params.cu_seqlens_q[request], TASK_QUERIES);
     };
-    if (block == 0 && threadIdx.x == 0) *tasks.next_task = 0;
+    const bool queued = tasks.queue != nullptr && threadIdx.x == 0;
+    const unsigned turn = queued ? take_turn(tasks, block, params.kv_heads * params.windows_per_head) : 0;
     const Window window = find_window(params, block);
-    if (block % params.windows_per_head == 0)
-        clear_unused_tasks(tasks, window.head, sum_before(params.requests, tasks_of));
     if (window.request >= 0) {
         const int first_task = window.head * tasks.tasks_per_head + sum_before(window.request, tasks_of) +
                                window.ordinal * (WINDOW / TASK_QUERIES);
-        regroup_window(params, &tasks, window, first_task, reinterpret_cast<unsigned char*>(dynamic));
+        regroup_window(params, &tasks, window, first_task, turn, reinterpret_cast<unsigned char*>(dynamic));
     }
-    finish_tasks(tasks, params.kv_heads * params.windows_per_head, dynamic);
+    if (block % params.windows_per_head == 0 && threadIdx.x >= BUSY)
+        clear_unused_tasks(tasks, window.head, sum_before(params.requests, tasks_of));
+    if (queued && block == 0) open_next_turn(tasks, turn);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4) regroup(const __grid_constant__ RegroupParams params) {

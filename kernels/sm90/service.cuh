@@ -2,41 +2,57 @@
 // consumers, each through a ring of its own.
 #pragma once
 
-/// Takes tasks from the global counter in order and publishes each with its page list, as far ahead as
-/// the ring allows. After the last one comes a record with queries = -1.
+/// Takes tasks from the queue, those with most work first, and publishes each with its page list, as far
+/// ahead as the ring allows. After the last one comes a record with queries = -1.
 __device__ __forceinline__ void stream_tasks(const Shared& shared, const AttentionParams& params) {
     const int lane = threadIdx.x & 31;
-    for (int n = 0;;) {
-        int next = 0;
-        if (lane == 0) next = atomicAdd(params.next_task, 1);
+    TaskQueue& queue = *params.queue;
+    unsigned next = 0;
+    if (lane == 0) next = take_one(&queue.next);
+    // Both sets at once, so as not to wait for the turn first.
+    const uint2 counts = __ldcg(reinterpret_cast<const uint2*>(queue.count) + lane);
+    const unsigned own = __ldcg(&queue.turns) / TURN ? counts.x : counts.y;  // the last turn's, not the next one's
+    unsigned end = own;
+#pragma unroll
+    for (int step = 1; step < BUCKETS; step *= 2) {
+        const unsigned before = __shfl_up_sync(0xffffffff, end, step);
+        if (lane >= step) end += before;
+    }
+    const unsigned begin = end - own, total = __shfl_sync(0xffffffff, end, BUCKETS - 1);
+
+    for (int n = 0;; ++n) {
         next = __shfl_sync(0xffffffff, next, 0);
-        const bool last = next >= params.tasks;
+        const bool last = next >= total;
         // Every CTA asks once too often; the last to do so leaves the counter ready for the next launch.
-        if (lane == 0 && next == params.tasks + static_cast<int>(gridDim.x) - 1) *params.next_task = 0;
-        const int task = last || !params.task_order ? next : __ldg(params.task_order + next);
+        if (lane == 0 && next == total + gridDim.x - 1) queue.next = 0;
         uint32_t word = lane == 1 ? 0xffffffffu : 0u, tail = 0;
+        uint2 list[TASK_PAGES / 32] = {};
+        // Of buckets that begin alike all but the last are empty.
+        const int bucket = __popc(__ballot_sync(0xffffffff, begin <= next)) - 1;
+        const unsigned place = next - __shfl_sync(0xffffffff, begin, bucket);
         if (!last) {
+            const int task = __ldcg(params.task_order + static_cast<int64_t>(bucket) * params.tasks + place);
             const uint32_t* words = reinterpret_cast<const uint32_t*>(params.task_records + task);
+            const uint2* source =
+                reinterpret_cast<const uint2*>(params.page_records) + static_cast<int64_t>(task) * params.record_stride;
             word = __ldg(words + lane);
             if (lane < TASK_WORDS - 32) tail = __ldg(words + 32 + lane);
+            // The whole stretch, so as not to wait for the record first; nobody looks past the list's end.
+#pragma unroll
+            for (int i = 0; i < TASK_PAGES / 32; ++i) list[i] = __ldg(source + 32 * i + lane);
         }
-        const int pages = __shfl_sync(0xffffffff, word, 0), queries = __shfl_sync(0xffffffff, word, 1);
-        if (queries == 0) continue;
 
         const int buffer = n % TASK_BUFFERS;
         mbarrier_wait(shared.task_free(buffer), ((n / TASK_BUFFERS) & 1) ^ 1);
         uint32_t* record = reinterpret_cast<uint32_t*>(shared.task(buffer));
         record[lane] = word;
         if (lane < TASK_WORDS - 32) record[32 + lane] = tail;
-        const uint2* source =
-            reinterpret_cast<const uint2*>(params.page_records) + static_cast<int64_t>(task) * params.record_stride;
 #pragma unroll
-        for (int first = 0; first < TASK_PAGES; first += 32)
-            if (first + lane < pages) shared.page_list(buffer)[first + lane] = __ldg(source + first + lane);
+        for (int i = 0; i < TASK_PAGES / 32; ++i) shared.page_list(buffer)[32 * i + lane] = list[i];
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared.task_full(buffer));
         if (last) return;
-        ++n;
+        if (lane == 0) next = take_one(&queue.next);
     }
 }
 

@@ -132,8 +132,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     barrier_cluster_arrive();
 
     // An unused task has no pages and no queries: it passes through.
-    const int cluster = blockIdx.x / CTAS;
-    const int task = params.task_order ? __ldg(params.task_order + cluster) : cluster;
+    const int task = blockIdx.x / CTAS;
     const TaskRecord* record = params.task_records + task;
     const int pages = uniform(__ldg(&record->pages)), head = __ldg(&record->kv_head);
     const int query = __ldg(&record->slots[rank * TILE_QUERIES + warp].query);

@@ -54,6 +54,7 @@ struct WindowScratch {
     uint64_t decided[GROUPS];                        // barrier of each group: its picks are made
     int pages;
     int neighbour_pages;
+    unsigned turn;                                   // of the launch, for the tasks emitted (tasks.cuh)
     int warp_totals[BLOCK / 32];
 };
 static_assert(sizeof(WindowScratch::members) <= sizeof(WindowScratch::table), "one place for both");

@@ -29,10 +29,12 @@ from pwbench.variants._union_plan import (
     BLOCK,
     DESIGNS,
     PAGE_RECORD,
+    TASK_QUEUE,
     TASK_RECORD,
     Design,
     Plan,
     Workspace,
+    listed_tasks,
     unions_of,
 )
 
@@ -203,7 +205,7 @@ class _UnionWalk:
 
     def _prepare_params(self, regrouped: bool) -> np.ndarray:
         call, plan, space = self.call, self.plan, self.workspace
-        ordered = self.design.persistent
+        queued = self.design.persistent
         return kernels.pack(
             kernels.params_dtype("tasks.cuh", "PrepareParams"),
             topk=call.topk,
@@ -214,10 +216,8 @@ class _UnionWalk:
             positions=call.positions,
             task_records=space.tasks,
             page_records=space.pages,
-            next_task=space.counters[0:],
-            task_work=space.task_work if ordered else None,
-            task_order=space.task_order if ordered else None,
-            finished=space.counters[1:],
+            task_order=space.task_order if queued else None,
+            queue=space.queue if queued else None,
             total_q=plan.total_q,
             requests=plan.requests,
             max_pages=plan.max_pages,
@@ -263,7 +263,7 @@ class _UnionWalk:
             task_records=space.tasks,
             page_records=space.pages,
             task_order=space.task_order if design.persistent else None,
-            next_task=space.counters[0:],
+            queue=space.queue if design.persistent else None,
             query_bytes=call.q_heads * HEAD_DIM * call.q.element_size(),
             tasks=plan.tasks,
             kv_heads=plan.kv_heads,
@@ -291,7 +291,8 @@ class _UnionWalk:
         )
 
     def download(self) -> dict[str, Any]:
-        """What the last run's kernels decided, for tests: the order, the unions and the task order."""
+        """What the last run's kernels decided, for tests: the order, the unions and, of a persistent
+        design, the tasks in the order in which they run."""
         torch.cuda.synchronize()
         tasks = self.workspace.tasks.cpu().numpy().view(TASK_RECORD)
         pages = self.workspace.pages.cpu().numpy().view(PAGE_RECORD)
@@ -300,9 +301,15 @@ class _UnionWalk:
             "tasks": tasks,
             "pages": pages.reshape(len(tasks), self.plan.record_stride),
             "unions": unions_of(tasks, pages.reshape(len(tasks), self.plan.record_stride)),
-            "task_order": self.workspace.task_order.cpu().numpy(),
+            "task_order": self._task_order(),
             "images": self.workspace.images.view(self.plan.pool_pages, self.plan.kv_heads, -1),
         }
+
+    def _task_order(self) -> np.ndarray | None:
+        if not self.design.persistent:
+            return None
+        queue = self.workspace.queue.cpu().numpy().view(TASK_QUEUE)[0]
+        return listed_tasks(queue, self.workspace.task_order.cpu().numpy())
 
 
 def _shared_bytes(source: str, defines: Mapping[str, int]) -> int:

@@ -31,6 +31,13 @@ TASK_RECORD = np.dtype(
         ("slots", [("query", "i4"), ("visible", "i4")], SLOTS),
     ]
 )
+BUCKETS = 32
+TASK_QUEUE = np.dtype(
+    {
+        "names": ["count", "next", "turns"],
+        "formats": [("u4", (BUCKETS, 2)), "u4", "u4"],
+    }
+)
 """Mirrors of records.cuh, to read back what the kernels wrote."""
 
 
@@ -207,17 +214,16 @@ class Workspace:
     Attributes:
         order: row executed at each slot, ``[Hkv, total_q]`` int32; original order until searched.
         tasks, pages: `TASK_RECORD` and `PAGE_RECORD` bytes.
-        task_work, task_order: one int32 for each task.
-        counters: ``[2]`` int32: tasks handed out (attention), tasks prepared (prepare).
+        task_order: ``[BUCKETS, tasks]`` int32, tasks in use by descending work; see `listed_tasks`.
+        queue: one `TASK_QUEUE`, zero before the first launch.
         images: `Plan.images` of `Plan.image_bytes` each.
     """
 
     order: torch.Tensor
     tasks: torch.Tensor
     pages: torch.Tensor
-    task_work: torch.Tensor
     task_order: torch.Tensor
-    counters: torch.Tensor
+    queue: torch.Tensor
     images: torch.Tensor
 
     @classmethod
@@ -233,15 +239,30 @@ class Workspace:
             order=order.repeat(plan.kv_heads, 1),
             tasks=octets(plan.tasks * TASK_RECORD.itemsize),
             pages=octets(plan.tasks * plan.record_stride * PAGE_RECORD.itemsize),
-            task_work=integers(plan.tasks),
-            task_order=integers(plan.tasks),
-            counters=integers(2),
+            task_order=integers(BUCKETS, plan.tasks),
+            queue=integers(TASK_QUEUE.itemsize // 4),
             images=octets(plan.images * plan.image_bytes),
         )
 
     @property
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in vars(self).values())
+
+
+def listed_tasks(queue: np.void, task_order: np.ndarray) -> np.ndarray:
+    """The tasks that the last metadata launch listed, in the order in which persistent blocks take them.
+
+    Which tasks a bucket holds follows from the call; their order inside it depends on timing.
+
+    Args:
+        queue: a `TASK_QUEUE`.
+        task_order: ``[BUCKETS, tasks]`` int32.
+
+    Returns:
+        int32, one index of a task record for each task in use.
+    """
+    counts = queue["count"][:, 1 - (int(queue["turns"]) >> 31)]
+    return np.concatenate([bucket[:count] for bucket, count in zip(task_order, counts, strict=True)])
 
 
 def unions_of(tasks: np.ndarray, pages: np.ndarray) -> Unions:

@@ -14,6 +14,7 @@ import torch
 from pwbench import grouping
 from pwbench.operator import PAGE, SparsePrefillCall, supports
 from pwbench.variants import Prepared
+from pwbench.variants._union_plan import BUCKETS
 from tests.gpu.cases import CASES, batch, mild, rows_of
 from tests.gpu.harness import DEVICE, UNIONS, Case, built, gpu, prepare, run
 
@@ -139,6 +140,29 @@ def test_the_page_lists_are_the_oracles(variant: str, case: Case) -> None:
     want = grouping.prepare_unions(supports(call)[0], order, call.cu_seqlens_q.cpu().numpy(), prepared.group)
     for name in ("kv_head", "begin", "size", "offsets", "pages", "masks"):
         assert np.array_equal(getattr(seen, name), getattr(want, name)), name
+
+
+@pytest.mark.parametrize("variant", UNIONS)
+def test_every_task_in_use_is_listed_once_by_every_launch(variant: str) -> None:
+    """Complete calls and stages differ in how many blocks list tasks; the lists start anew each time."""
+    call = mild(q_lens=(150, 0, 61), prefix_lens=(900, 0, 3000), selection="dirty", kv_heads=2).to(DEVICE)
+    prepared = prepare(variant, "fast", call)
+    if prepared.debug is None:
+        pytest.skip(f"{variant} does not hand out its task order on {DEVICE.type}")
+    for _ in range(3):
+        for launch in (prepared.run, prepared.run, *(stage.run for stage in prepared.stages)):
+            launch()
+            seen = prepared.debug()
+            if seen["task_order"] is None:
+                pytest.skip(f"{variant} takes tasks as they come")
+            used = np.flatnonzero(seen["tasks"]["queries"] > 0)
+            assert np.array_equal(np.sort(seen["task_order"]), used)
+            members = seen["pages"]["members"]
+            listed = np.arange(members.shape[1]) < seen["tasks"]["pages"][:, None]
+            tiles = ((members & 15) != 0).astype(int) + ((members >> 4) != 0)
+            work = (tiles * listed).sum(axis=1)[seen["task_order"]]
+            largest = members.shape[1]
+            assert (np.diff((largest - work) * BUCKETS // (largest + 1)) >= 0).all()
 
 
 @pytest.mark.parametrize(

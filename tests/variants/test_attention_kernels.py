@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from pwbench import kernels
 from pwbench.grouping import identity_order, prepare_unions, regroup
 from pwbench.operator import HEAD_DIM, PAGE, TOPK, SparsePrefillCall, supports, visible_tokens
 from pwbench.reference import attend, compare
-from pwbench.variants._union_plan import DESIGNS, PAGE_RECORD, TASK_RECORD, Design
+from pwbench.variants._union_plan import BUCKETS, DESIGNS, PAGE_RECORD, TASK_QUEUE, TASK_RECORD, Design
 from tests.calls import make_call
 from tests.hopper import Program, compile_program
 
@@ -49,8 +49,8 @@ class Tasks:
 
     records: np.ndarray
     pages: np.ndarray
-    order: np.ndarray | None = None
-    counter: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+    order: np.ndarray
+    queue: np.ndarray
 
     @classmethod
     def of(cls, call: SparsePrefillCall, queries: int, order: np.ndarray, unused: int = 1) -> Tasks:
@@ -74,11 +74,20 @@ class Tasks:
             pages[task]["logical"][:length] = unions.pages[listed]
             pages[task]["members"][:length] = unions.masks[listed]
             pages[task]["row"][:length] = table[record["request"], unions.pages[listed]]
-        return cls(records, pages)
+        tasks = cls(records, pages, np.empty((BUCKETS, count + unused), np.int32), np.zeros(1, TASK_QUEUE))
+        tasks.list_in([list(range(count))])
+        return tasks
 
-    def longest_first(self) -> Tasks:
-        self.order = np.argsort(-self.records["pages"], kind="stable").astype(np.int32)
-        return self
+    def list_in(self, buckets: list[list[int]], turns: int = 1) -> None:
+        """These tasks in these buckets, by the last of so many metadata launches; elsewhere nonsense."""
+        self.order[:] = 1 << 30
+        self.queue["turns"] = turns % 2 << 31
+        counts = self.queue["count"][0, :, (turns + 1) % 2]
+        counts[:] = 0
+        self.queue["count"][0, :, turns % 2] = 7  # of a launch still to come: none of attention's business
+        for bucket, tasks in enumerate(buckets):
+            counts[bucket] = len(tasks)
+            self.order[bucket, : len(tasks)] = tasks
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +142,8 @@ class Attention:
             values=self.images.ctypes.data,
             task_records=tasks.records.ctypes.data,
             page_records=tasks.pages.ctypes.data,
-            task_order=None if tasks.order is None else tasks.order.ctypes.data,
-            next_task=tasks.counter.ctypes.data,
+            task_order=tasks.order.ctypes.data if self.design.persistent else None,
+            queue=tasks.queue.ctypes.data if self.design.persistent else None,
             query_bytes=call.q_heads * HEAD_DIM * 2,
             tasks=len(tasks.records),
             kv_heads=call.kv_heads,
@@ -229,10 +238,30 @@ def test_any_grid_order_and_repetition_write_the_same_bits(program, design) -> N
     attention = Attention(program(kind), kind, call, tasks)
     first = attention.run(blocks=2)
     for blocks in (1, 2, len(tasks.records) + 3):  # more blocks than tasks: some get none
-        assert tasks.counter.tolist() == [0]
+        assert tasks.queue["next"] == 0
         assert torch.equal(attention.run(blocks, seed=blocks), first)
-    tasks.longest_first()
-    assert torch.equal(attention.run(), first)
+    if kind.persistent:
+        used = np.random.default_rng(1).permutation(np.flatnonzero(tasks.records["queries"]))
+        for turns, sizes in ((2, [0, 1, 0, 0, 2]), (3, [1] * 4), (4, [0] * (BUCKETS - 1) + [len(used)])):
+            buckets = [part.tolist() for part in np.split(used, np.cumsum(sizes))]
+            tasks.list_in(buckets[:BUCKETS], turns)
+            assert torch.equal(attention.run(seed=turns), first)
+
+
+def test_tasks_that_are_not_listed_do_not_run(program) -> None:
+    kind = DESIGNS["pageweaver"]["fast"]
+    call = make_call(14, (30,), (300,))
+    tasks = Tasks.of(call, kind.queries, straight(call))
+    attention = Attention(program(kind), kind, call, tasks)
+    whole = attention.run()
+    tasks.list_in([[], [2], [], [0]])
+    for _ in range(2):  # the queue is as it was
+        out = attention.run(blocks=3)
+        listed = torch.arange(30) // 8 % 2 == 0
+        assert torch.equal(out[listed], whole[listed])
+        assert bool(out[~listed].isnan().all())
+    tasks.list_in([])
+    assert bool(attention.run().isnan().all())
 
 
 def test_a_query_that_is_nan_spoils_no_other_row(program, design) -> None:

@@ -13,7 +13,17 @@ import torch
 from pwbench import kernels
 from pwbench.grouping import Unions, identity_order, prepare_unions, regroup
 from pwbench.operator import PAGE, SparsePrefillCall, request_of_rows, supports, visible_tokens
-from pwbench.variants._union_plan import BLOCK, PAGE_RECORD, TASK_RECORD, Design, Plan, unions_of
+from pwbench.variants._union_plan import (
+    BLOCK,
+    BUCKETS,
+    PAGE_RECORD,
+    TASK_QUEUE,
+    TASK_RECORD,
+    Design,
+    Plan,
+    listed_tasks,
+    unions_of,
+)
 from tests.calls import SELECTIONS, Selection, make_call
 from tests.emulator import Emulated, compile_for_cpu
 
@@ -61,9 +71,9 @@ class Run:
             :, 0
         ]
         self.pages = np.zeros((plan.tasks, plan.record_stride), PAGE_RECORD)
-        self.work = np.full(plan.tasks, UNTOUCHED, np.int32)
-        self.task_order = np.full(plan.tasks, UNTOUCHED, np.int32)
-        self.counters = np.array([5, 0], np.int32)
+        self.task_order = np.full((BUCKETS, plan.tasks), UNTOUCHED, np.int32)
+        self.queue = np.zeros(1, TASK_QUEUE)
+        self.queue["next"] = 5
         self.images = np.full((plan.pool_pages, plan.kv_heads, plan.image_bytes), 0xEE, np.uint8)
         self.packers = plan.pack_blocks(1) if plan.packs_selected else 5
 
@@ -163,10 +173,8 @@ class Run:
             page_table=self.call.page_table,
             task_records=self.tasks.ctypes.data,
             page_records=self.pages.ctypes.data,
-            next_task=self.counters.ctypes.data,
-            task_work=self.work.ctypes.data,
             task_order=self.task_order.ctypes.data,
-            finished=self.counters[1:].ctypes.data,
+            queue=self.queue.ctypes.data,
             tasks_per_head=self.plan.tasks_per_head,
         )
 
@@ -233,12 +241,22 @@ def assert_records(run: Run, order: np.ndarray) -> None:
 
 
 def assert_task_order(run: Run) -> None:
+    """Every task in use is listed once, in the bucket of its work, and the queue is ready for the next."""
     work = np.zeros(len(run.tasks), np.int64)
     for index, (task, pages) in enumerate(zip(run.tasks, run.pages, strict=True)):
         members = pages["members"][: task["pages"]]
         work[index] = sum(np.count_nonzero(members >> low & 15) for low in range(0, run.plan.queries, 4))
-    np.testing.assert_array_equal(run.task_order, np.argsort(-work, kind="stable"))
-    assert run.counters.tolist() == [0, 0]
+    listed = listed_tasks(run.queue[0], run.task_order)
+    np.testing.assert_array_equal(np.sort(listed), np.flatnonzero(run.tasks["queries"] > 0))
+    largest = run.plan.record_stride
+    bucket = (largest - work[listed]) * BUCKETS // (largest + 1)
+    coming = int(run.queue["turns"][0]) >> 31
+    np.testing.assert_array_equal(
+        run.queue["count"][0, :, 1 - coming], np.bincount(bucket, minlength=BUCKETS)
+    )
+    assert (np.diff(bucket) >= 0).all()
+    assert not run.queue["count"][0, :, coming].any()
+    assert run.queue["next"][0] == 0 and run.queue["turns"][0] % (1 << 31) == 0
 
 
 def assert_images(
@@ -378,6 +396,31 @@ def test_unions_of_a_million_token_context(folder: Path) -> None:
     run = Run(folder, call, 12)
     run.prepare()
     assert_same(run.unions, oracle_unions(call, identity_order(1, 20), 12))
+
+
+def test_tasks_are_listed_anew_whichever_launches_came_before(folder: Path) -> None:
+    """Launches with a block a window and with a block a task, one after the other or alone in a row."""
+    calls = [make_call(seed, (40, 0, 31), kv_heads=2, selection=kind) for seed, kind in enumerate(SELECTIONS)]
+    run = Run(folder, calls[0], 8, 64, search_group=4)
+    for turn, entry in enumerate(
+        ("plan_and_pack", "plan_and_pack", "prepare", "prepare", "plan_and_pack") * 2
+    ):
+        run.call = calls[turn % len(calls)]
+        getattr(run, entry)()
+        assert_task_order(run)
+
+
+def test_the_longest_and_the_shortest_tasks_have_buckets(folder: Path) -> None:
+    """Tasks without a page are listed too, last, and those that no query needs are not."""
+    call = make_call(31, (24,), (200 * PAGE,), poison="none")
+    call.topk[:] = -1
+    call.topk[0, :8] = torch.arange(128, dtype=torch.int32).reshape(8, 16)
+    call.topk[0, 16:24, :5] = torch.arange(5, dtype=torch.int32)
+    run = Run(folder, call, 8)
+    run.prepare()
+    assert_task_order(run)
+    assert listed_tasks(run.queue[0], run.task_order).tolist() == [0, 2, 1]
+    assert np.flatnonzero(run.queue["count"][0, :, 0]).tolist() == [0, BUCKETS - 3, BUCKETS - 1]
 
 
 # V images and fused launches ------------------------------------------------------------------
