@@ -165,6 +165,7 @@ class _UnionWalk:
             "GROUP": plan.search_group,
             "TASK_QUERIES": plan.queries,
             "WINDOW": plan.window,
+            **({"MATCHING": 1} if self.design.matching else {}),
             **fused,
         }
 
