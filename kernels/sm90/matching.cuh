@@ -12,13 +12,15 @@
 static_assert(WINDOW <= 64 && GROUP == 4, "quads of a window of 64 rows");
 
 // A pair in a register: its items and the pages that they share.
-constexpr int ITEM = 8, OVERLAP = 16;    // bit where the second item begins, and the overlap
-constexpr unsigned ITEM_MASK = 0xff;
+constexpr int SECOND = 8, OVERLAP = 16;  // bit where the second item begins, and the overlap
 constexpr unsigned ABSENT_OVERLAP = 127; // of pairs past the window's last: more than any exchange offers
 
 __device__ __forceinline__ unsigned make_pair(unsigned first, unsigned second, unsigned overlap) {
-    return first | second << ITEM | overlap << OVERLAP;
+    return first | second << SECOND | overlap << OVERLAP;
 }
+
+__device__ __forceinline__ unsigned first_of(unsigned pair) { return __byte_perm(pair, 0, 0x4440); }
+__device__ __forceinline__ unsigned second_of(unsigned pair) { return __byte_perm(pair, 0, 0x4441); }
 
 /// Adds 2^LEVEL numbers of one bit in each of 32 columns, by a tree of full adders. Bits 0 to LEVEL - 1 of
 /// the sums go to `planes`, bit LEVEL is returned.
@@ -101,11 +103,11 @@ __device__ __forceinline__ void count_shared_of_pairs(WindowScratch& scratch) {
 
 /// (a, b) meets (c, d): they become (a, c), (b, d) or (a, d), (c, b) if those share at least `gain` more pages.
 template <int STRIDE>
-__device__ __forceinline__ void meet(const unsigned char (*shared)[STRIDE], unsigned& x, unsigned& y, int gain) {
-    const unsigned a = x & ITEM_MASK, b = x >> ITEM & ITEM_MASK, c = y & ITEM_MASK, d = y >> ITEM & ITEM_MASK;
+__device__ __forceinline__ void meet(const unsigned char (*shared)[STRIDE], unsigned& x, unsigned& y, unsigned gain) {
+    const unsigned a = first_of(x), b = second_of(x), c = first_of(y), d = second_of(y);
     const unsigned ac = shared[a][c], bd = shared[b][d], ad = shared[a][d], cb = shared[b][c];
-    const int kept = (x >> OVERLAP) + (y >> OVERLAP), straight = ac + bd, crossed = ad + cb;
-    const bool change = max(straight, crossed) - gain >= kept, direct = straight >= crossed;
+    const unsigned enough = (x >> OVERLAP) + gain + (y >> OVERLAP), straight = ac + bd, crossed = ad + cb;
+    const bool change = max(straight, crossed) >= enough, direct = straight >= crossed;
     const unsigned new_x = direct ? make_pair(a, c, ac) : make_pair(a, d, ad);
     const unsigned new_y = direct ? make_pair(b, d, bd) : make_pair(c, b, cb);
     if (change) x = new_x, y = new_y;
@@ -125,7 +127,7 @@ __device__ __forceinline__ void arrange(const unsigned char (*shared)[STRIDE], i
     unsigned x = first_pair(2 * place), y = first_pair(2 * place + 1);
 #pragma unroll 1
     for (int sweep = 0; sweep < SWEEPS; ++sweep) {
-        const int gain = sweep == SWEEPS - 1;  // equals are exchanged too, but for the last time around
+        const unsigned gain = sweep == SWEEPS - 1;  // equals are exchanged too, but for the last time around
 #pragma unroll 1
         for (int reach = PLACES; reach > 1; reach /= 2) {
 #pragma unroll 1
@@ -160,7 +162,7 @@ __device__ __forceinline__ int best_start(const MatchingScratch& matching) {
 /// Puts the best pairs of rows in the order of their lower rows, by one warp.
 __device__ __forceinline__ void settle_pairs(MatchingScratch& matching, int rows) {
     const unsigned found = matching.found[best_start(matching)][threadIdx.x];
-    const int a = found & ITEM_MASK, b = found >> ITEM & ITEM_MASK, lower = min(a, b), upper = max(a, b);
+    const int a = first_of(found), b = second_of(found), lower = min(a, b), upper = max(a, b);
     const bool exists = lower < rows;
     const unsigned bit = exists ? 1u << lower % 32 : 0;
     const unsigned low = __reduce_or_sync(ALL_LANES, lower < 32 ? bit : 0);
@@ -175,7 +177,7 @@ __device__ __forceinline__ void settle_pairs(MatchingScratch& matching, int rows
 __device__ __forceinline__ void settle_quads(WindowScratch& scratch, int quads) {
     const MatchingScratch& matching = scratch.matching;
     const unsigned found = matching.found[best_start(matching)][threadIdx.x % (COLUMNS / 4)];
-    const int a = found & ITEM_MASK, b = found >> ITEM & ITEM_MASK, lower = min(a, b), upper = max(a, b);
+    const int a = first_of(found), b = second_of(found), lower = min(a, b), upper = max(a, b);
     const bool exists = lower < 2 * quads && threadIdx.x < COLUMNS / 4;
     const unsigned bit = exists ? 1u << lower : 0;
     const unsigned all = __reduce_or_sync(ALL_LANES, bit);
@@ -184,17 +186,17 @@ __device__ __forceinline__ void settle_quads(WindowScratch& scratch, int quads) 
     *reinterpret_cast<int4*>(&scratch.pick[4 * __popc(all & (bit - 1))]) = make_int4(first.x, first.y, second.x, second.y);
 }
 
-/// The whole search, by the block. Rows past the last whole quad keep their places.
-__device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int size) {
+/// The whole search, by the block; `warp` is known to the compiler to be one for all lanes. Rows past the last whole quad keep their places.
+__device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int size, int warp) {
     MatchingScratch& matching = scratch.matching;
     const int quads = size / 4, rows = 4 * quads;
     count_shared_of_rows(scratch);
     for (int page = threadIdx.x; page < scratch.pages; page += BLOCK) matching.members_of_pairs[page] = 0;
     if (threadIdx.x >= rows && threadIdx.x < size) scratch.pick[threadIdx.x] = threadIdx.x;
     __syncthreads();
-    if (threadIdx.x < STARTS * COLUMNS / 4) arrange<COLUMNS / 4>(matching.shared_of_rows, 2 * quads, matching);
+    if (warp < STARTS * COLUMNS / 4 / 32) arrange<COLUMNS / 4>(matching.shared_of_rows, 2 * quads, matching);
     __syncthreads();
-    if (threadIdx.x < 32) settle_pairs(matching, rows);
+    if (warp == 0) settle_pairs(matching, rows);
     __syncthreads();
     const int row = threadIdx.x / 4;
     if (row < rows) {
@@ -204,10 +206,10 @@ __device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int s
             if (page != NO_PAGE) atomicOr(&matching.members_of_pairs[page], bit);
     }
     __syncthreads();
-    if (threadIdx.x < COLUMNS) count_shared_of_pairs(scratch);
+    if (warp < COLUMNS / 32) count_shared_of_pairs(scratch);
     __syncthreads();
-    if (threadIdx.x < STARTS * COLUMNS / 8) arrange<COLUMNS / 8>(matching.shared_of_pairs, quads, matching);
+    if (warp < STARTS * COLUMNS / 8 / 32) arrange<COLUMNS / 8>(matching.shared_of_pairs, quads, matching);
     __syncthreads();
-    if (threadIdx.x < 32) settle_quads(scratch, quads);
+    if (warp == 0) settle_quads(scratch, quads);
     __syncthreads();
 }

@@ -85,7 +85,7 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
     // Broadcast, so that the compiler knows a warp to take one branch and keeps its collectives bare.
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 #if MATCHING
-    if (searched) search_by_matching(scratch, window.size);
+    if (searched) search_by_matching(scratch, window.size, warp);
     constexpr int SEARCHERS = 0;  // warps still busy
 #else
     if (searched) build_table(scratch);
