@@ -16,7 +16,7 @@ from pwbench import counters
 from pwbench.capture import Capture, discover, load
 from pwbench.errors import InputError, MeasurementError
 from pwbench.files import parse_json, replace_text
-from pwbench.grouping import identity_order, regroup
+from pwbench.grouping import MATCHING_WINDOW, identity_order, match, regroup
 from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, SparsePrefillCall, supports
 
 SCHEMA_NAME = "pwbench.counters"
@@ -24,7 +24,9 @@ SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
 DEFAULT = Path("results") / "counters.json"
 GROUP = 8
 SEARCHES = {"regroup-w64": (64, 8), "regroup-w128": (128, 8), "regroup-w64-g4": (64, 4)}
-"""Window and group of the searches that are counted; page lists are those of `GROUP` queries in all."""
+"""Window and group of the greedy searches that are counted; page lists are of `GROUP` queries in all."""
+MATCHING = f"match-w{MATCHING_WINDOW}"
+"""The search by matching, counted too."""
 
 
 def count_captures(
@@ -38,7 +40,7 @@ def count_captures(
 
     Returns:
         ``{"suite/capture": {"tables_sha256": ..., "groupings": {name: counters}}}`` with groupings
-        ``per-query``, ``original`` and the names of `SEARCHES`.
+        ``per-query``, ``original`` and the names of `SEARCHES` and `MATCHING`.
 
     Raises:
         CaptureError: a path holds no capture, or one is damaged.
@@ -65,6 +67,7 @@ def count_capture(capture: Capture) -> dict[str, dict[str, int]]:
     for name, (window, group) in SEARCHES.items():
         order = regroup(pages, bounds, window=window, group=group)
         found[name] = counters.count(call, pages, order, GROUP)
+    found[MATCHING] = counters.count(call, pages, match(pages, bounds), GROUP)
     return found
 
 

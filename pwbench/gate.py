@@ -18,6 +18,7 @@ from pwbench import counter_baseline, stats, variants
 from pwbench.errors import InputError
 from pwbench.report.model import samples_of
 from pwbench.results import Row, rows_in_order
+from pwbench.variants import Variant
 
 COUNTERS = (
     "groups", "selected_pages", "union_pages", "subgroup_pages", "kv_bytes", "mma_flops", "useful_flops",
@@ -160,6 +161,8 @@ def compare_row_counters(blessed: Mapping[str, Any], rows: Iterable[Row]) -> lis
 def _grouping_of(row: Row, groupings: Mapping[str, Any]) -> Mapping[str, Any]:
     if row["window"] is not None:
         group = search_group(row["variant"])
+        if searches_by_matching(row["variant"]):
+            return groupings.get(counter_baseline.MATCHING, {})
         name = f"regroup-w{int(row['window'])}" + (f"-g{group}" if group != counter_baseline.GROUP else "")
         return groupings.get(name, {})
     alone = groupings.get("per-query", {})
@@ -168,8 +171,16 @@ def _grouping_of(row: Row, groupings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def search_group(variant: str) -> int:
     """Queries that the variant's search puts together; of one that is not here any more, the usual 8."""
-    known = variants.get(variant) if variant in variants.names() else None
-    return int(getattr(known, "search_group", counter_baseline.GROUP))
+    return int(getattr(_known(variant), "search_group", counter_baseline.GROUP))
+
+
+def searches_by_matching(variant: str) -> bool:
+    """Whether the variant's search is `pwbench.grouping.match`, not the greedy one."""
+    return bool(getattr(_known(variant), "matching", False))
+
+
+def _known(variant: str) -> Variant | None:
+    return variants.get(variant) if variant in variants.names() else None
 
 
 # Tier 2 -------------------------------------------------------------------------------------

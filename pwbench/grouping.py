@@ -21,6 +21,12 @@ MAX_GROUP = 32
 """Most slots that one membership mask can describe."""
 SUBGROUP = 4
 """Slots whose 4 x 16 query heads fill the 64 rows of one tensor-core round."""
+MATCHING_WINDOW = 64
+"""Query rows of a window that `match` searches at once."""
+MATCHING_STARTS = 8
+"""Arrangements that `match` improves side by side; the best is kept."""
+MATCHING_SWEEPS = 2
+"""Times that an arrangement has every two of its pairs meet."""
 
 _WINDOWS_AT_ONCE = 256
 """Windows searched together: they fill a cache and bound the working memory, the result is the same."""
@@ -159,6 +165,177 @@ def _search(
         taken[every, pick] = True
         live = slot < sizes
         order[heads[live], begins[live] + slot] = (begins + pick)[live]
+
+
+def match(supports: np.ndarray, cu_seqlens_q: np.ndarray, window: int = MATCHING_WINDOW) -> np.ndarray:
+    """The search of `pageweaver`: an execution order whose quads, `SUBGROUP` slots each, share pages.
+
+    Windows are those of `regroup`. In each, twice the same step: rows are paired so that the partners'
+    common pages are many, then the pairs, with the unions of their pages, are paired into quads. A step
+    improves `MATCHING_STARTS` arrangements of pairs by exchange (`_Arrangements`) and keeps the one with
+    the most common pages, the earliest of several. Pairs and quads then go by their lowest row, and so do
+    the partners. Rows past a window's last whole quad keep their places.
+
+    Args:
+        supports: distinct page ids of every row, -1 elsewhere, ``[Hkv, total_q, K]`` int32, K at most 16.
+        cu_seqlens_q: request boundaries, ``[B + 1]``.
+        window: query rows that one search sees, 1 to `MATCHING_WINDOW`.
+
+    Returns:
+        Row executed at each slot, ``[Hkv, total_q]`` int32: a bijection inside every window.
+
+    Raises:
+        InputError: ``window`` is out of range, or the boundaries do not cover the rows.
+    """
+    if not 1 <= window <= MATCHING_WINDOW:
+        raise InputError(f"window is {window}, expected 1 to {MATCHING_WINDOW}.")
+    kv_heads, total_q, _ = supports.shape
+    bounds = _checked_bounds(cu_seqlens_q, total_q)
+    begin, size = _windows(bounds, window)
+    begins, sizes = np.tile(begin, kv_heads), np.tile(size, kv_heads)
+    heads = np.repeat(np.arange(kv_heads), len(begin))
+    order = identity_order(kv_heads, total_q)
+    for first in range(0, len(begins), _WINDOWS_AT_ONCE):
+        part = slice(first, first + _WINDOWS_AT_ONCE)
+        _match_windows(supports, heads[part], begins[part], sizes[part], order)
+    return order
+
+
+def _match_windows(
+    supports: np.ndarray, heads: np.ndarray, begins: np.ndarray, sizes: np.ndarray, order: np.ndarray
+) -> None:
+    """Match many windows at once and write the slots of their whole quads."""
+    local = np.arange(MATCHING_WINDOW)
+    quads = sizes // SUBGROUP
+    exists = local < quads[:, None] * SUBGROUP
+    rows = begins[:, None] + np.minimum(local, sizes[:, None] - 1)
+    selected = _selected(np.where(exists[:, :, None], supports[heads[:, None], rows], -1))
+
+    every = np.arange(len(begins))[:, None]
+    pairs = _pair_up(selected, quads * 2)
+    joined = np.maximum(selected[every, pairs[..., 0]], selected[every, pairs[..., 1]])
+    of_pairs = _pair_up(joined, quads)
+    slots = pairs[every[..., None], of_pairs].reshape(len(begins), MATCHING_WINDOW)
+    window, slot = np.nonzero(exists)
+    order[heads[window], begins[window] + slot] = begins[window] + slots[window, slot]
+
+
+def _selected(pages: np.ndarray) -> np.ndarray:
+    """Which of its window's distinct pages every row selected, ``[nW, rows, most pages]`` of 0.0 and 1.0."""
+    windows, rows, width = pages.shape
+    flat = pages.reshape(windows, -1)
+    ascending = np.argsort(flat, axis=1, kind="stable")
+    ranked = np.take_along_axis(flat, ascending, axis=1)
+    fresh = (ranked >= 0) & (np.diff(ranked, axis=1, prepend=-1) != 0)
+    number = np.empty_like(flat, dtype=np.int64)
+    np.put_along_axis(number, ascending, np.cumsum(fresh, axis=1) - 1, axis=1)
+    selected = np.zeros((windows, rows, max(int(fresh.sum(axis=1).max(initial=0)), 1)), dtype=np.float32)
+    window, entry = np.nonzero(flat >= 0)
+    selected[window, entry // width, number[window, entry]] = 1.0
+    return selected
+
+
+def _pair_up(selected: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Pair the first ``2 * pairs[w]`` items of every window by the pages that they share.
+
+    Args:
+        selected: ``[nW, items, pages]`` of 0.0 and 1.0.
+        pairs: ``[nW]``.
+
+    Returns:
+        Partners, the lower first, by the lower: ``[nW, items / 2, 2]``; places past the last pair hold
+        items of no meaning.
+    """
+    items = selected.shape[1]
+    shared = (selected @ selected.transpose(0, 2, 1)).astype(np.int16)
+    arrangements = _Arrangements.start(shared, pairs)
+    for sweep in range(MATCHING_SWEEPS):
+        arrangements.sweep(ties=sweep < MATCHING_SWEEPS - 1)
+    found = np.sort(arrangements.best(), axis=2)
+    found = np.where(found[..., :1] < 2 * pairs[:, None, None], found, items)  # absent ones go last
+    by_lower = np.argsort(found[..., 0], axis=1, kind="stable")
+    return np.minimum(np.take_along_axis(found, by_lower[..., None], axis=1), items - 1)
+
+
+class _Arrangements:
+    """Several arrangements of every window's items in pairs, improved by exchange until all pairs have met.
+
+    Half of the pairs sit in places ``x``, half in ``y``; at each place, pair (a, b) of x meets pair (c, d) of
+    y, and they become (a, c), (b, d) or (a, d), (c, b) if those share more pages. Between the meetings y
+    moves to the places 1 ^ ... away of a Gray code: after as many meetings as places, every x has met every
+    y. Then the pairs of x part to meet each other on half of the places, and those of y on the other half,
+    and so on with halves of halves.
+
+    Attributes:
+        x, y: ``[3, nW, starts, places]`` int16: two items and the pages that they share. A pair past the
+            window's last shares `_ABSENT`, more than any exchange could offer.
+    """
+
+    _ABSENT = 127
+
+    def __init__(self, shared: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+        self.shared, self.x, self.y = shared, x, y
+        self._window = np.arange(len(shared))[:, None, None]
+
+    @classmethod
+    def start(cls, shared: np.ndarray, pairs: np.ndarray) -> _Arrangements:
+        """Pair p is items 2p and 2p + 1. Arrangement s puts it at place ``p (2s + 1)`` modulo the pairs there
+        can be: even ones in x, odd ones in y, so that neighbours meet first."""
+        windows, items, _ = shared.shape
+        places = items // 2
+        pair = np.arange(places)
+        overlap = np.where(pair < pairs[:, None], shared[:, 2 * pair, 2 * pair + 1], cls._ABSENT)
+        all_pairs = np.stack([np.broadcast_to(2 * pair, overlap.shape), 0 * overlap + 2 * pair + 1, overlap])
+        at = pair * (2 * np.arange(MATCHING_STARTS)[:, None] + 1) % places
+        placed = np.empty((3, windows, MATCHING_STARTS, places), dtype=np.int16)
+        placed[:, :, np.arange(MATCHING_STARTS)[:, None], at] = all_pairs[:, :, None]
+        return cls(shared, placed[..., 0::2], placed[..., 1::2])
+
+    def sweep(self, ties: bool) -> None:
+        """All pairs meet. ``ties``: exchange also where as many pages are shared as before."""
+        places = self.x.shape[-1]
+        place = np.arange(places)
+        reach = places
+        while reach:
+            for meeting in range(1, reach + 1):
+                self._meet(ties)
+                if reach > 1:
+                    step = reach // 2 if meeting == reach else meeting & -meeting
+                    self.y = self.y[..., place ^ step]
+            half = reach // 2
+            if half:
+                upper = (place & half) != 0
+                x, y = self.x[..., place ^ half], self.y[..., place ^ half]
+                self.x, self.y = np.where(upper, y, self.x), np.where(upper, self.y, x)
+            reach = half
+
+    def _meet(self, ties: bool) -> None:
+        (a, b, kept_x), (c, d, kept_y) = self.x, self.y
+        window, shared = self._window, self.shared
+        ac, bd, ad, cb = (
+            shared[window, a, c],
+            shared[window, b, d],
+            shared[window, a, d],
+            shared[window, c, b],
+        )
+        straight, crossed = ac + bd, ad + cb
+        change = np.maximum(straight, crossed) + ties > kept_x + kept_y
+        first, second = change & (straight >= crossed), change & (straight < crossed)
+        conditions = [first, second]
+        self.x = np.stack([a, np.select(conditions, [c, d], b), np.select(conditions, [ac, ad], kept_x)])
+        self.y = np.stack(
+            [
+                np.select(conditions, [b, c], c),
+                np.select(conditions, [d, b], d),
+                np.select(conditions, [bd, cb], kept_y),
+            ]
+        )
+
+    def best(self) -> np.ndarray:
+        """The arrangement of every window that shares the most pages, ``[nW, pairs, 2]``."""
+        pairs = np.concatenate([self.x, self.y], axis=-1)
+        pick = np.argmax(pairs[2].sum(axis=-1), axis=1)
+        return pairs[:2, np.arange(len(pick)), pick].transpose(1, 2, 0)
 
 
 def prepare_unions(

@@ -31,10 +31,12 @@ inline uint3_ threadIdx, blockIdx, gridDim, blockDim;
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T x, y; };
 template <typename T> struct alignas(4 * sizeof(T) > 16 ? 16 : 4 * sizeof(T)) Four { T x, y, z, w; };
 using uint2 = Pair<unsigned>;
+using uchar2 = Pair<unsigned char>;
 using int4 = Four<int>;
 using uint4 = Four<unsigned>;
 using ushort4 = Four<unsigned short>;
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uchar2 make_uchar2(unsigned char x, unsigned char y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) { return {x, y, z, w}; }
@@ -177,6 +179,9 @@ template <typename T> T __shfl_up_sync(unsigned, T value, unsigned delta) {
     const unsigned lane = threadIdx.x % 32;
     return static_cast<T>(emulator::exchange(static_cast<unsigned>(value))[lane >= delta ? lane - delta : lane]);
 }
+template <typename T> T __shfl_xor_sync(unsigned, T value, int mask) {
+    return static_cast<T>(emulator::exchange(static_cast<unsigned>(value))[threadIdx.x % 32 ^ mask]);
+}
 inline unsigned __ballot_sync(unsigned, bool own) {
     unsigned all = 0, lane = 0;
     for (unsigned bit : emulator::exchange(own)) all |= bit << lane++;
@@ -191,6 +196,12 @@ inline int __reduce_add_sync(unsigned, int own) {
     int sum = 0;
     for (unsigned other : emulator::exchange(own)) sum += static_cast<int>(other);
     return sum;
+}
+
+inline unsigned __reduce_or_sync(unsigned, unsigned own) {
+    unsigned all = 0;
+    for (unsigned other : emulator::exchange(own)) all |= other;
+    return all;
 }
 
 template <typename T> T __ldg(const T* at) { return *at; }

@@ -10,7 +10,7 @@ import pytest
 from pwbench import counter_baseline, counters, files
 from pwbench.capture import load
 from pwbench.errors import CaptureError, InputError, MeasurementError
-from pwbench.grouping import identity_order, regroup
+from pwbench.grouping import identity_order, match, regroup
 from pwbench.operator import supports
 
 
@@ -19,7 +19,7 @@ def test_every_capture_is_counted_in_every_order(small_captures):
     counted = counter_baseline.count_captures([small_captures], seen.append)
     assert list(counted) == seen == ["small/one", "small/two"]
     for entry in counted.values():
-        assert set(entry["groupings"]) == {"per-query", "original", *counter_baseline.SEARCHES}
+        assert set(entry["groupings"]) == {"per-query", "original", *counter_baseline.SEARCHES, "match-w64"}
 
 
 def test_the_counters_are_those_of_the_whole_call(small_captures):
@@ -31,6 +31,8 @@ def test_the_counters_are_those_of_the_whole_call(small_captures):
     assert counted["regroup-w64"] == counters.count(call, pages, order, 8)
     fours = regroup(pages, call.cu_seqlens_q.numpy(), window=64, group=4)
     assert counted["regroup-w64-g4"] == counters.count(call, pages, fours, 8)
+    matched = match(pages, call.cu_seqlens_q.numpy())
+    assert counted["match-w64"] == counters.count(call, pages, matched, 8)
     assert counted["original"] == counters.count(call, pages, identity_order(call.kv_heads, call.total_q), 8)
     assert counted["per-query"]["union_pages"] == counted["per-query"]["selected_pages"]
 

@@ -65,7 +65,7 @@ def test_result_rows_are_held_against_the_grouping_they_ran_in():
     counted = {**COUNTS, "groups": 2}
     blessed = {"six/a": {"tables_sha256": "x", "groupings": {
         "original": COUNTS, "regroup-w64": {**COUNTS, "union_pages": 7}, "per-query": counted,
-        "regroup-w64-g4": {**COUNTS, "union_pages": 6}}}}  # fmt: skip
+        "match-w64": {**COUNTS, "union_pages": 6}}}}  # fmt: skip
     common = {"capture": "a", "tables_sha256": "x", **COUNTS}
     rows = [row("union8", **common), row("union8-regroup", **{**common, "window": 64, "union_pages": 7}),
             row("pageweaver", **{**common, "window": 64, "union_pages": 6}),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pwbench import grouping
 from pwbench.errors import InputError
-from pwbench.grouping import Unions, check_order, identity_order, prepare_unions, regroup
+from pwbench.grouping import Unions, check_order, identity_order, match, prepare_unions, regroup
 
 EXAMPLE = [{1, 2}, {8, 9}, {2, 3}, {3, 4}, {8, 10}, {9, 10}]
 """The worked example of the paper's Algorithm 1, for groups of three."""
@@ -216,6 +216,74 @@ def test_disjoint_rows_fill_the_longest_possible_union():
     assert unions.lengths.tolist() == [512]
 
 
+def local_rows(seed: int, rows: int) -> np.ndarray:
+    """Supports whose neighbours share some pages, and rows further off others, ``[1, rows, 16]``."""
+    rng = np.random.default_rng(seed)
+    topics = np.stack([rng.choice(300, 40, replace=False) for _ in range(12)])
+    own = [rng.choice(topics[t], 16, replace=False) for t in rng.integers(0, 12, rows)]
+    return np.sort(np.array(own), axis=-1)[None].astype(np.int32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.integers(1, 15))
+def test_matching_permutes_whole_quads_of_every_window_and_leaves_the_rest(problem, window):
+    rows, bounds = problem
+    order = match(table(rows, width=6), np.array(bounds), window)
+    assert order.dtype == np.int32
+    check_order(order, np.array(bounds))
+    for begin, end in pairwise(bounds):
+        for first in range(begin, end, window):
+            last = min(first + window, end)
+            whole = first + (last - first) // 4 * 4
+            assert (np.sort(order[:, first:whole]) == np.arange(first, whole)).all()
+            assert (order[:, whole:last] == np.arange(whole, last)).all()
+
+
+def test_matching_finds_rows_that_are_equal_wherever_they_are():
+    rng = np.random.default_rng(4)
+    rows = [{100 * kind + page for page in range(16)} for kind in rng.permutation(np.repeat(range(16), 4))]
+    supports, bounds = table(rows), np.array([0, 64])
+    unions = prepare_unions(supports, match(supports, bounds), bounds, 4)
+    assert unions.lengths.tolist() == [16] * 16
+
+
+def test_matching_visits_fewer_pages_than_the_greedy_search():
+    supports, bounds = local_rows(0, 1024), np.array([0, 1024])
+    pages = {
+        name: prepare_unions(supports, order, bounds, 8).subgroup_pages()
+        for name, order in (
+            ("original", identity_order(1, 1024)),
+            ("greedy", regroup(supports, bounds, 64, 4)),
+            ("matching", match(supports, bounds)),
+        )
+    }
+    assert pages["matching"] < 0.98 * pages["greedy"] < pages["original"]
+
+
+def test_quads_and_their_pairs_go_by_their_lowest_rows():
+    order = match(local_rows(1, 64), np.array([0, 64]))[0].reshape(16, 2, 2)
+    assert (order[:, :, 0] < order[:, :, 1]).all() and (order[:, 0, 0] < order[:, 1, 0]).all()
+    assert (np.diff(order[:, 0, 0]) > 0).all()
+
+
+@pytest.mark.parametrize("rows", [[set()] * 64, [{7}] * 64, [{i} for i in range(64)]])
+def test_matching_of_rows_all_alike_is_some_order(rows):
+    check_order(match(table(rows), np.array([0, 64])), np.array([0, 64]))
+
+
+def test_matching_in_batches_of_windows_changes_nothing(monkeypatch):
+    supports, bounds = local_rows(2, 300), np.array([0, 7, 300])
+    whole = match(supports, bounds)
+    monkeypatch.setattr(grouping, "_WINDOWS_AT_ONCE", 2)
+    assert (match(supports, bounds) == whole).all()
+
+
+@pytest.mark.parametrize("window", [0, 65])
+def test_matching_refuses_windows_it_cannot_hold(window):
+    with pytest.raises(InputError, match=f"window is {window}, expected 1 to 64"):
+        match(table(EXAMPLE), np.array([0, 6]), window)
+
+
 def test_a_chunk_of_8192_rows_over_512_pages_is_searched_in_two_seconds():
     rng = np.random.default_rng(0)
     supports = np.sort(np.argsort(rng.random((1, 8192, 512)), axis=-1)[..., :16], axis=-1).astype(np.int32)
@@ -224,6 +292,9 @@ def test_a_chunk_of_8192_rows_over_512_pages_is_searched_in_two_seconds():
     unions = prepare_unions(supports, order, np.array([0, 8192]), 8)
     assert time.perf_counter() - begin < 2
     assert unions.groups == 1024
+    begin = time.perf_counter()
+    match(supports, np.array([0, 8192]))
+    assert time.perf_counter() - begin < 2
 
 
 @pytest.mark.parametrize(("window", "group"), [(0, 8), (128, 0), (-1, 8)])
@@ -242,6 +313,7 @@ def test_unions_refuse_groups_that_no_mask_can_hold(group):
 def test_boundaries_that_do_not_cover_the_rows_are_refused(bounds):
     for refuse in (
         lambda: regroup(table(EXAMPLE), np.array(bounds)),
+        lambda: match(table(EXAMPLE), np.array(bounds)),
         lambda: prepare_unions(table(EXAMPLE), identity_order(1, 6), np.array(bounds)),
         lambda: check_order(identity_order(1, 6), np.array(bounds)),
     ):

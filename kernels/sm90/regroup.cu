@@ -1,9 +1,15 @@
-// The search on its own, and the whole of a call's metadata in one launch: while one warp searches a
-// window, others turn its finished groups into tasks, and blocks beside it make the V^T images.
+// The search on its own, and the whole of a call's metadata in one launch: a window's groups become tasks
+// (by matching: when all are found; greedy: while one warp goes on searching), and blocks beside it make the
+// V^T images.
 #ifndef TASK_QUERIES
 #define TASK_QUERIES GROUP
 #endif
 #include "window.cuh"
+#if MATCHING
+#include "matching.cuh"
+#else
+#include "greedy.cuh"
+#endif
 
 #include "tasks.cuh"
 
@@ -77,24 +83,29 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
     list_pages(params, window, scratch, reinterpret_cast<unsigned*>(shared + sizeof(WindowScratch)));
     if (threadIdx.x == 0) scratch.turn = turn;  // both ways on have a barrier
     const bool searched = params.gate <= 0 || worth_searching(params, window.size, scratch);
-    if (searched) {
-        build_table(scratch);
-    } else {
+    if (!searched) {
         if (threadIdx.x < window.size) scratch.pick[threadIdx.x] = threadIdx.x;
         __syncthreads();
     }
     // Broadcast, so that the compiler knows a warp to take one branch and keeps its collectives bare.
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    if (warp == 0) {
-        if (searched) search(scratch, window.size);
-    } else if (warp <= EMITTERS) {
-        int* order = params.order + static_cast<int64_t>(window.head) * params.total_q + window.begin;
-        for (int task = warp - 1; task * TASK_QUERIES < window.size; task += EMITTERS) {
-            const int first = task * TASK_QUERIES, count = min(TASK_QUERIES, window.size - first);
-            if (searched) mbarrier_wait(smem_address(&scratch.decided[(first + count - 1) / GROUP]), 0);
-            if (lane < count) order[first + lane] = window.begin + scratch.pick[first + lane];
-            if (tasks) emit_task(*tasks, window, scratch, scratch.slots[warp - 1], first, first_task + task);
-        }
+#if MATCHING
+    if (searched) search_by_matching(scratch, window.size, warp);
+    constexpr int SEARCHERS = 0;  // warps still busy
+#else
+    if (searched) build_table(scratch);
+    if (warp == 0 && searched) search(scratch, window.size);
+    constexpr int SEARCHERS = 1;
+#endif
+    if (warp < SEARCHERS || warp >= SEARCHERS + EMITTERS) return;
+    int* order = params.order + static_cast<int64_t>(window.head) * params.total_q + window.begin;
+    for (int task = warp - SEARCHERS; task * TASK_QUERIES < window.size; task += EMITTERS) {
+        const int first = task * TASK_QUERIES, count = min(TASK_QUERIES, window.size - first);
+#if !MATCHING
+        if (searched) mbarrier_wait(smem_address(&scratch.decided[(first + count - 1) / GROUP]), 0);
+#endif
+        if (lane < count) order[first + lane] = window.begin + scratch.pick[first + lane];
+        if (tasks) emit_task(*tasks, window, scratch, scratch.slots[warp - SEARCHERS], first, first_task + task);
     }
 }
 

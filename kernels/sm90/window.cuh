@@ -1,9 +1,4 @@
-// One search window of one KV head: which local pages its queries selected, and the table that makes
-// the greedy search (Algorithm 1 of the paper, without its limit of 512 pages) a short serial chain.
-//
-// table[i][j] is a 16-bit mask over the Top-K positions of query j: those whose page query i selected
-// too. With left_j the positions of j whose page is not in U yet, |S_j \ U| is popc(left_j), and the
-// pick of i is left_j &= ~table[i][j]: one row read, no union and no page ids inside the chain.
+// One search window of one KV head: which local pages its queries selected.
 #pragma once
 
 #include "metadata.cuh"
@@ -13,6 +8,9 @@
 #endif
 #ifndef GROUP
 #define GROUP 8
+#endif
+#ifndef MATCHING
+#define MATCHING 0  // the search: by matching (matching.cuh) or greedy (greedy.cuh)
 #endif
 
 struct RegroupParams {
@@ -38,26 +36,49 @@ constexpr int ROW_BYTES = 256;              // of the table: a row and a lane's 
 static_assert(WINDOW >= 1 && WINDOW <= 128 && GROUP >= 1, "one warp holds the window");
 
 constexpr unsigned short NO_PAGE = 0xffff;
-constexpr int EMITTERS = 3;  // warps that turn finished groups into tasks while the search goes on
+// Warps that turn groups into tasks: while the greedy search goes on, or all of them after the matching.
+constexpr int EMITTERS = MATCHING ? BLOCK / 32 : 3;
+constexpr int STARTS = 8;  // arrangements that the matching improves side by side: MATCHING_STARTS of the oracle
+
+/// What the search by matching notes. Rows of the tables of shared pages are padded, so that those of
+/// neighbouring items begin in different banks.
+struct MatchingScratch {
+    alignas(16) unsigned char shared_of_rows[COLUMNS][COLUMNS + 16];
+    alignas(16) unsigned char shared_of_pairs[COLUMNS / 2][COLUMNS / 2 + 16];
+    unsigned members_of_pairs[WINDOW_PAGES];  // by local page: which pairs have a row that selected it
+    unsigned found[STARTS][COLUMNS / 2];      // arrangements: pairs in the format of matching.cuh
+    int overlap[STARTS];                      // pages shared by the pairs of each
+    uchar2 pairs[COLUMNS / 2];                // rows of each pair, the lower first
+    unsigned char pair_of[COLUMNS];
+};
 
 /// Dynamic shared memory; a bitmap and its prefix, sized by the page table's width, follow.
 struct WindowScratch {
+#if MATCHING
+    union {
+        struct {
+            unsigned members[WINDOW_PAGES][WORDS];
+            MatchingScratch matching;
+        };
+        unsigned slots[EMITTERS][WINDOW_PAGES / 2];
+    };
+#else
     union {
         unsigned members[WINDOW_PAGES][WORDS];       // by local page: which queries of the window selected it
         unsigned short table[COLUMNS][ROW_BYTES / 2];
     };
+    unsigned slots[EMITTERS][WINDOW_PAGES / 2];      // by pair of local pages: members among a task's slots
+#endif
     unsigned short page[COLUMNS][TOPK];              // local page at each Top-K position; repeats are NO_PAGE
     unsigned short logical[WINDOW_PAGES];            // by local page, ascending
-    unsigned slots[EMITTERS][WINDOW_PAGES / 2];      // by pair of local pages: members among a task's slots
     int visible[COLUMNS];
-    int pick[COLUMNS];                               // query at each slot
+    alignas(16) int pick[COLUMNS];                             // query at each slot
     uint64_t decided[GROUPS];                        // barrier of each group: its picks are made
     int pages;
     int neighbour_pages;
     unsigned turn;                                   // of the launch, for the tasks emitted (tasks.cuh)
     int warp_totals[BLOCK / 32];
 };
-static_assert(sizeof(WindowScratch::members) <= sizeof(WindowScratch::table), "one place for both");
 static_assert(sizeof(WindowScratch) <= COLUMNS * (ROW_BYTES + 168) + 64 + 8 * GROUPS, "as the host reckons it");
 
 /// A window's place in the call. request < 0: there is no such window.
@@ -161,109 +182,4 @@ __device__ __forceinline__ bool worth_searching(const RegroupParams& params, int
     if (query % 32 == 0) atomicAdd(&scratch.neighbour_pages, sum);
     __syncthreads();
     return scratch.neighbour_pages > params.gate * (size - 1);
-}
-
-/// Transposes the 16 x 16 bits in the low halves of 16 words, and those in the high halves.
-__device__ __forceinline__ void transpose_bits(unsigned (&rows)[16]) {
-    constexpr unsigned LOW[4] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu, 0x00ff00ffu};
-#pragma unroll
-    for (int level = 0; level < 4; ++level) {
-        const int step = 1 << level;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            if (i & step) continue;
-            const unsigned swapped = (rows[i] >> step ^ rows[i + step]) & LOW[level];
-            rows[i] ^= swapped << step;
-            rows[i + step] ^= swapped;
-        }
-    }
-}
-
-/// Turns member masks into the table, in place. A thread takes 32 rows of one column.
-__device__ __forceinline__ void build_table(WindowScratch& scratch) {
-    constexpr int ITEMS = (COLUMNS * WORDS + BLOCK - 1) / BLOCK;
-    unsigned rows[ITEMS][16];
-#pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
-        const int at = threadIdx.x + item * BLOCK, column = at % COLUMNS, word = at / COLUMNS;
-        if (word >= WORDS) continue;
-#pragma unroll
-        for (int position = 0; position < TOPK; ++position) {
-            const unsigned short page = scratch.page[column][position];
-            rows[item][position] = page == NO_PAGE ? 0 : scratch.members[page][word];
-        }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
-        const int at = threadIdx.x + item * BLOCK, column = at % COLUMNS, word = at / COLUMNS;
-        if (word >= WORDS) continue;
-        transpose_bits(rows[item]);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            scratch.table[32 * word + i][column] = rows[item][i];
-            scratch.table[32 * word + 16 + i][column] = rows[item][i] >> 16;
-        }
-    }
-    __syncthreads();
-}
-
-constexpr int COST = 8;  // a key's bits from here on are the cost, those below the query: the lowest query wins a tie
-
-/// candidate + (popc(mask) << COST) for a 16-bit mask without POPC, of which an SM sub-partition starts one every eight
-/// clocks: three bits of each nibble look up twice their count, the fourth looks up itself, times 128.
-__device__ __forceinline__ unsigned add_cost(unsigned mask, unsigned candidate) {
-    const unsigned three = __byte_perm(0x04020200, 0x06040402, mask & 0x7777);
-    const unsigned fourth = __byte_perm(0x00000200, 0, mask >> 3 & 0x1111);
-    return __dp4a(three, 0x80808080u, __dp4a(fourth, 0x80808080u, candidate));
-}
-
-/// The serial chain, by one warp: lane l holds queries LANE_QUERIES * l and the ones after it.
-__device__ __forceinline__ void search(WindowScratch& scratch, int size) {
-    constexpr unsigned TAKEN = 1u << 31;  // above every cost
-    const int first = threadIdx.x * LANE_QUERIES;
-    const unsigned columns = first * sizeof(scratch.table[0][0]);  // byte offset in a row, below 256
-    const unsigned char* table = reinterpret_cast<const unsigned char*>(scratch.table);
-    unsigned candidate[LANE_QUERIES], all[LANE_QUERIES / 2];
-#pragma unroll
-    for (int q = 0; q < LANE_QUERIES; ++q) {
-        candidate[q] = first + q < size ? first + q : TAKEN;
-        const unsigned own = scratch.table[first + q][first + q];
-        all[q / 2] = q % 2 ? all[q / 2] | own << 16 : own;
-    }
-    for (int slot = 0, group = 0; slot < size; ++group) {
-        const int stop = min(slot + GROUP, size);
-        unsigned left[LANE_QUERIES / 2];
-#pragma unroll
-        for (int i = 0; i < LANE_QUERIES / 2; ++i) left[i] = all[i];
-        unsigned lowest = candidate[0];
-#pragma unroll
-        for (int q = 1; q < LANE_QUERIES; ++q) lowest = min(lowest, candidate[q]);
-        unsigned key = __reduce_min_sync(ALL_LANES, lowest);  // the seed
-        while (true) {
-            const unsigned char* row = table + __byte_perm(columns, key, 0x1140);  // key % 256 * ROW_BYTES + columns
-            unsigned taken[LANE_QUERIES / 2];
-            if constexpr (LANE_QUERIES == 4) {
-                const uint2 pairs = *reinterpret_cast<const uint2*>(row);
-                taken[0] = pairs.x, taken[1] = pairs.y;
-            } else {
-                taken[0] = *reinterpret_cast<const unsigned*>(row);
-            }
-            const int pick = key % (1u << COST);
-            if (threadIdx.x == 0) scratch.pick[slot] = pick;
-#pragma unroll
-            for (int q = 0; q < LANE_QUERIES; ++q)
-                if (first + q == pick) candidate[q] = TAKEN;
-            if (++slot == stop) break;
-            unsigned best = TAKEN;
-#pragma unroll
-            for (int i = 0; i < LANE_QUERIES / 2; ++i) {
-                left[i] &= ~taken[i];
-                const unsigned high = (static_cast<unsigned>(__popc(left[i] >> 16)) << COST) + candidate[2 * i + 1];
-                best = min(best, min(add_cost(left[i] & 0xffff, candidate[2 * i]), high));
-            }
-            key = __reduce_min_sync(ALL_LANES, best);
-        }
-        if (threadIdx.x == 0) mbarrier_arrive(smem_address(&scratch.decided[group]));
-    }
 }

@@ -165,8 +165,8 @@ def _union_figures(scope: Scope, captures: str | Path | None, note: Callable[[st
         return []
     from pwbench.capture import load
     from pwbench.capture.statistics import union_sizes
-    from pwbench.gate import search_group
-    from pwbench.grouping import regroup
+    from pwbench.gate import search_group, searches_by_matching
+    from pwbench.grouping import match, regroup
 
     drawn = []
     for capture in scope.captures:
@@ -183,7 +183,10 @@ def _union_figures(scope: Scope, captures: str | Path | None, note: Callable[[st
         except PwbenchError:
             continue  # a damaged capture has no place in the figure; `pwbench verify` names it
         group = search_group(gain.contender.variant)
-        order = regroup(loaded.pages, loaded.cu_seqlens_q, window=gain.window or 128, group=group)
+        if searches_by_matching(gain.contender.variant):
+            order = match(loaded.pages, loaded.cu_seqlens_q)
+        else:
+            order = regroup(loaded.pages, loaded.cu_seqlens_q, window=gain.window or 128, group=group)
         sizes = union_sizes(loaded, group), union_sizes(loaded, group, order)
         drawn.append(figures.unions(f"{capture}, {gain.kernel}", *sizes, group))
     return drawn

@@ -18,7 +18,9 @@ class PageWeaver(UnionVariant):
 
     def __init__(self, name: str, summary: str, order: Order | None) -> None:
         """``order`` None: whichever pays, by what the host knows."""
-        super().__init__(name, summary, order or "online", group=8, search_group=4, search_window=64)
+        super().__init__(
+            name, summary, order or "online", group=8, search_group=4, search_window=64, matching=True
+        )
         self.adapts = order is None
 
     def order_for(self, call: SparsePrefillCall, options: Options) -> Order:

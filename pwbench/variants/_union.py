@@ -53,15 +53,17 @@ class UnionVariant(Variant):
         group: int = 8,
         search_group: int = 8,
         search_window: int | None = None,
+        matching: bool = False,
     ) -> None:
         """``group`` rows share a page list; the search puts ``search_group`` of them together, in windows
-        of ``search_window`` rows (None: as the options ask)."""
+        of ``search_window`` rows (None: as the options ask), greedily or by ``matching``."""
         self.name = name
         self.summary = summary
         self.order: Order = order
         self.group = group
         self.search_group = search_group
         self.search_window = search_window
+        self.matching = matching
 
     def order_for(self, call: SparsePrefillCall, options: Options) -> Order:
         """The order for one call, from what the host knows of it."""
@@ -82,4 +84,5 @@ class UnionVariant(Variant):
             group=self.group,
             search_group=self.search_group,
             window=self.search_window,
+            matching=self.matching,
         )

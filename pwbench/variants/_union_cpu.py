@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pwbench.grouping import Unions, identity_order, prepare_unions, regroup
+from pwbench.grouping import Unions, identity_order, match, prepare_unions, regroup
 from pwbench.operator import (
     GROUP_HEADS,
     HEAD_DIM,
@@ -36,6 +36,7 @@ def prepare(
     group: int,
     search_group: int | None = None,
     window: int | None = None,
+    matching: bool = False,
 ) -> Prepared:
     """Bind the float32 walk to a call.
 
@@ -44,6 +45,7 @@ def prepare(
         options: both precisions compute the same float32; ``window`` is that of the search.
         search_group, window: what the search puts together, and where it looks; None = ``group`` and
             as the options ask.
+        matching: the search is `match` instead of `regroup`.
         order: ``original``, ``online`` (the search is a stage) or ``precomputed`` (it happens here).
         group: slots that share one page list.
     """
@@ -51,9 +53,9 @@ def prepare(
     search_group, window = search_group or group, window or options.window
     stages = [Stage("metadata", walk.metadata), Stage("attention", walk.attention)]
     if order == "online":
-        stages.insert(0, Stage("search", lambda: walk.search(window, search_group)))
+        stages.insert(0, Stage("search", lambda: walk.search(window, search_group, matching)))
     elif order == "precomputed":
-        walk.search(window, search_group)
+        walk.search(window, search_group, matching)
 
     def run() -> None:
         for stage in stages:
@@ -91,9 +93,10 @@ class UnionWalk:
         self.unions: Unions | None = None
         self.out = torch.empty((call.total_q, call.q_heads, HEAD_DIM), dtype=torch.float32)
 
-    def search(self, window: int, group: int) -> None:
+    def search(self, window: int, group: int, matching: bool = False) -> None:
         pages, _ = supports(self.call)
-        self.order = regroup(pages, self.call.cu_seqlens_q.numpy(), window, group)
+        bounds = self.call.cu_seqlens_q.numpy()
+        self.order = match(pages, bounds, window) if matching else regroup(pages, bounds, window, group)
 
     def metadata(self) -> None:
         pages, _ = supports(self.call)

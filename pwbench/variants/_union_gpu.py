@@ -169,6 +169,7 @@ class _UnionWalk:
             "GROUP": plan.search_group,
             "TASK_QUERIES": plan.queries,
             "WINDOW": plan.window,
+            **({"MATCHING": 1} if self.design.matching else {}),
             **fused,
         }
 

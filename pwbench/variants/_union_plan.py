@@ -56,6 +56,8 @@ class Design:
         persistent: as many blocks as fit the machine, which take tasks from a counter, longest first;
             otherwise a cluster for each task.
         gate: windows whose neighbours' mean union is at most this many pages are not searched.
+        matching: search by matching (`pwbench.grouping.match`) instead of greedily (`regroup`); groups of 4
+            in windows of at most 64 rows.
         bitmap_search: search in the paper's form, where contexts fit its 512 pages; for comparison.
         programmatic: launches overlap the tail of the one before; the source must wait for it.
         defines: macros of the source.
@@ -70,6 +72,7 @@ class Design:
     search_window: int | None = None
     persistent: bool = False
     gate: float = 0.0
+    matching: bool = False
     bitmap_search: bool = False
     programmatic: bool = False
     defines: Mapping[str, int] = field(default_factory=dict)
@@ -82,6 +85,7 @@ _PAGEWEAVER = Design(
     threads=384,
     search_group=4,
     search_window=64,
+    matching=True,
     persistent=True,
     programmatic=True,
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pwbench import kernels
-from pwbench.grouping import Unions, identity_order, prepare_unions, regroup
+from pwbench.grouping import Unions, identity_order, match, prepare_unions, regroup
 from pwbench.operator import PAGE, SparsePrefillCall, request_of_rows, supports, visible_tokens
 from pwbench.variants._union_plan import (
     BLOCK,
@@ -62,9 +62,18 @@ class Run:
         window: int = 128,
         search_group: int | None = None,
         value_bytes: int = 1,
+        *,
+        matching: bool = False,
     ) -> None:
-        self.folder, self.call = folder, call
-        design = Design("any.cu", queries, threads=128, search_group=search_group, value_bytes=value_bytes)
+        self.folder, self.call, self.matching = folder, call, matching
+        design = Design(
+            "any.cu",
+            queries,
+            threads=128,
+            search_group=search_group,
+            matching=matching,
+            value_bytes=value_bytes,
+        )
         plan = self.plan = Plan.of(call, design, window)
         self.order = np.full((plan.kv_heads, plan.total_q), UNTOUCHED, np.int32)
         self.tasks = np.full((plan.tasks, TASK_RECORD.itemsize // 4), UNTOUCHED, np.int32).view(TASK_RECORD)[
@@ -127,6 +136,7 @@ class Run:
             "WINDOW": self.plan.window,
             "GROUP": self.plan.search_group,
             "TASK_QUERIES": self.plan.queries,
+            **({"MATCHING": 1} if self.matching else {}),
             **self._fused,
         }
         return compile_for_cpu(self.folder, "regroup.cu", entries, defines)
@@ -201,6 +211,10 @@ class Run:
 
 def greedy(call: SparsePrefillCall, window: int, group: int) -> np.ndarray:
     return regroup(supports(call)[0], call.cu_seqlens_q.numpy(), window, group)
+
+
+def matched(call: SparsePrefillCall, window: int = 64) -> np.ndarray:
+    return match(supports(call)[0], call.cu_seqlens_q.numpy(), window)
 
 
 def oracle_unions(call: SparsePrefillCall, order: np.ndarray, queries: int) -> Unions:
@@ -365,6 +379,71 @@ def test_gate_keeps_only_windows_whose_neighbours_already_share(folder: Path) ->
         run.plan_and_pack(gate)
         np.testing.assert_array_equal(run.order, order)
         assert_same(run.unions, oracle_unions(call, order, 8))
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_search_by_matching_is_its_oracle_bit_for_bit(
+    folder: Path, selection: Selection, kv_heads: int
+) -> None:
+    call = make_call(kv_heads, (131, 0, 1, 70, 64), (5000, 0, 0, 900, 20_000), kv_heads, selection)
+    run = Run(folder, call, 8, 64, 4, matching=True)
+    np.testing.assert_array_equal(run.regroup(), matched(call))
+
+
+def test_search_by_matching_moves_rows(folder: Path) -> None:
+    call = make_call(3, (128,), (9000,))
+    order = Run(folder, call, 8, 64, 4, matching=True).regroup()
+    assert (order != identity_order(1, 128)).any() and (order != greedy(call, 64, 4)).any()
+
+
+@pytest.mark.parametrize("rows", range(1, 65, 3))
+def test_search_by_matching_keeps_rows_that_fill_no_quad(folder: Path, rows: int) -> None:
+    call = make_call(rows, (rows, 64 + rows), (3000, 700), kv_heads=2, selection="dirty")
+    run = Run(folder, call, 8, 64, 4, matching=True)
+    run.plan_and_pack()
+    np.testing.assert_array_equal(run.order, matched(call))
+    assert_same(run.unions, oracle_unions(call, run.order, 8))
+    assert_records(run, run.order)
+    assert_task_order(run)
+
+
+def test_search_by_matching_finds_its_request_among_more_than_a_warp_of_them(folder: Path) -> None:
+    call = make_call(9, [(7 * r) % 23 for r in range(70)], selection="local", kv_heads=2)
+    run = Run(folder, call, 8, 64, 4, matching=True)
+    run.plan_and_pack()
+    np.testing.assert_array_equal(run.order, matched(call))
+    assert_same(run.unions, oracle_unions(call, run.order, 8))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("window", [64, 40])
+def test_search_by_matching_of_any_ids_is_its_oracle(folder: Path, seed: int, window: int) -> None:
+    """Ids that repeat, lie outside the page table or in the future, whole rows without any, and as many
+    distinct pages as a window can have."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 90, rng.integers(1, 4)).tolist()
+    call = far_into(make_call(seed, (sum(rows) + 1,), kv_heads=2), tokens=300_000)
+    spread = int(rng.choice([2, 20, 200, 2400]))
+    ids = rng.integers(-spread // 4 - 1, spread, call.topk.shape)
+    ids[rng.random(ids.shape[:2]) < 0.1] = -1
+    ids[rng.random(ids.shape) < 0.02] = 2**31 - 1
+    call.topk[:] = torch.from_numpy(ids.astype(np.int32))
+    run = Run(folder, call, 8, window, 4, matching=True)
+    run.plan_and_pack()
+    np.testing.assert_array_equal(run.order, matched(call, window))
+    assert_same(run.unions, oracle_unions(call, run.order, 8))
+    assert_task_order(run)
+
+
+def test_search_by_matching_leaves_what_the_gate_spares(folder: Path) -> None:
+    call = make_call(2, (128,), (6000,), selection="random")
+    run = Run(folder, call, 8, 64, 4, matching=True)
+    run.plan_and_pack(gate=1000.0)
+    np.testing.assert_array_equal(run.order, identity_order(1, 128))
+    assert_same(run.unions, oracle_unions(call, run.order, 8))
+    run.plan_and_pack(gate=0.5)
+    np.testing.assert_array_equal(run.order, matched(call))
 
 
 # Union preparation ----------------------------------------------------------------------------
