@@ -31,8 +31,8 @@ class Settings:
         samples: of the complete call; None = 50 on a GPU, 3 on the CPU.
         modes: of ``graph`` and ``eager``; empty = graph on a GPU, eager on the CPU.
         l2: of ``cold`` and ``warm``.
-        tensors: ``auto``, ``stored``, ``seeded``, or ``both``: stored and seeded in one session, their samples
-            taken in turn.
+        tensors: ``auto``, ``stored``, ``seeded``, or ``both``: stored and seeded in one session,
+            their samples taken in turn.
         baseline: the variant whose A/A pair gives the noise floor.
         check_rows: output rows compared with the reference; all where there are no more.
         seed: of the sampling order and of the rows that are checked.
@@ -139,7 +139,9 @@ def plan(
     loaded = [verified(path) for path in captures_.discover([str(path) for path in paths])]
     for one in loaded:
         if settings.tensors == "both" and one.kind != "full":
-            raise InputError(f"{one.path} stores tables only, so it has no tensors to compare seeded ones with.")
+            raise InputError(
+                f"{one.path} stores tables only, so it has no tensors to compare seeded ones with."
+            )
     outputs = _outputs(settings.save_outputs, loaded)
     stored = _Stored(existing, settings)
     work, done = [], []
