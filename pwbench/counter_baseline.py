@@ -10,14 +10,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from pwbench import counters
+from pwbench import counters, page_plan
 from pwbench.capture import Capture, discover, load
 from pwbench.errors import InputError, MeasurementError
 from pwbench.files import parse_json, replace_text
 from pwbench.grouping import MATCHING_WINDOW, identity_order, match, regroup
 from pwbench.operator import GROUP_HEADS, HEAD_DIM, PAGE, SparsePrefillCall, supports
+from pwbench.variants.page_union_stream import CHUNK_ROWS, MOST_TILES
 
 SCHEMA_NAME = "pwbench.counters"
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
@@ -27,6 +29,11 @@ SEARCHES = {"regroup-w64": (64, 8), "regroup-w128": (128, 8), "regroup-w64-g4": 
 """Window and group of the greedy searches that are counted; page lists are of `GROUP` queries in all."""
 MATCHING = f"match-w{MATCHING_WINDOW}"
 """The search by matching, counted too."""
+PAGE_MAJOR = {
+    "page-union": (None, page_plan.MOST_TILES_PER_LOAD),
+    "page-union-stream": (CHUNK_ROWS, MOST_TILES),
+}
+"""Rows of a chunk (None: as many as fit the workspace) and most tiles of a page load, by variant."""
 
 
 def count_captures(
@@ -40,7 +47,7 @@ def count_captures(
 
     Returns:
         ``{"suite/capture": {"tables_sha256": ..., "groupings": {name: counters}}}`` with groupings
-        ``per-query``, ``original`` and the names of `SEARCHES` and `MATCHING`.
+        ``per-query``, ``original``, the names of `SEARCHES`, `MATCHING` and those of `PAGE_MAJOR`.
 
     Raises:
         CaptureError: a path holds no capture, or one is damaged.
@@ -68,7 +75,25 @@ def count_capture(capture: Capture) -> dict[str, dict[str, int]]:
         order = regroup(pages, bounds, window=window, group=group)
         found[name] = counters.count(call, pages, order, GROUP)
     found[MATCHING] = counters.count(call, pages, match(pages, bounds), GROUP)
+    for name in PAGE_MAJOR:
+        found[name] = count_page_major(name, call, pages)
     return found
+
+
+def count_page_major(name: str, call: SparsePrefillCall, pages: np.ndarray) -> dict[str, int]:
+    """Counters of a variant of `PAGE_MAJOR`.
+
+    Args:
+        name: the variant.
+        pages: first result of `pwbench.operator.supports` of ``call``.
+    """
+    chunk_rows, most_tiles = PAGE_MAJOR[name]
+    fitting = page_plan.chunk_rows_for(call.total_q, call.kv_heads, page_plan.WORKSPACE_BYTES)
+    # The stream's blocks share one queue of all chunks, so its loads are split by the whole call.
+    per_load = page_plan.tiles_per_load_for(call.total_q if chunk_rows else fitting, call.kv_heads)
+    lists = page_plan.list_queries(pages, call.cu_seqlens_q.numpy(), chunk_rows or fitting)
+    counted = page_plan.counters(call, pages, lists, min(most_tiles, per_load))
+    return {key: int(value) for key, value in counted.items() if key != "tile_occupancy"}
 
 
 def _call_without_values(capture: Capture) -> SparsePrefillCall:

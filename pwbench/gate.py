@@ -159,6 +159,8 @@ def compare_row_counters(blessed: Mapping[str, Any], rows: Iterable[Row]) -> lis
 
 
 def _grouping_of(row: Row, groupings: Mapping[str, Any]) -> Mapping[str, Any]:
+    if row["variant"] in groupings:  # one that counts in a way of its own
+        return dict(groupings[row["variant"]])
     if row["window"] is not None:
         group = search_group(row["variant"])
         if searches_by_matching(row["variant"]):

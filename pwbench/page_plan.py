@@ -30,6 +30,8 @@ WORKSPACE_BYTES = 256 << 20
 """Default limit of the partial outputs of one chunk."""
 RING = 4
 """Chunks of one KV head whose partial outputs the stream keeps at once."""
+MOST_TILES_PER_LOAD = 8
+"""Tiles that share one page load at most."""
 TILE_QUERIES = 4
 """Entries of one page list that one M64 tile holds."""
 PARTIAL_BYTES = GROUP_HEADS * (HEAD_DIM * 2 + 8)
@@ -135,7 +137,7 @@ def tiles_per_load_for(chunk_rows: int, kv_heads: int) -> int:
     """Tiles that share one page load, 1 to 8: as many as leave each thread block of an H200 several
     loads. A function of the call alone, so that the counters are the same on every device."""
     full_tiles = chunk_rows * kv_heads * TOPK // TILE_QUERIES
-    return int(np.clip(full_tiles // (4 * BLOCKS), 1, 8))
+    return int(np.clip(full_tiles // (4 * BLOCKS), 1, MOST_TILES_PER_LOAD))
 
 
 def counters(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,8 @@ class Settings:
         samples: of the complete call; None = 50 on a GPU, 3 on the CPU.
         modes: of ``graph`` and ``eager``; empty = graph on a GPU, eager on the CPU.
         l2: of ``cold`` and ``warm``.
-        tensors: ``auto``, ``stored`` or ``seeded``.
+        tensors: ``auto``, ``stored``, ``seeded``, or ``both``: stored and seeded in one session,
+            their samples taken in turn.
         baseline: the variant whose A/A pair gives the noise floor.
         check_rows: output rows compared with the reference; all where there are no more.
         seed: of the sampling order and of the rows that are checked.
@@ -67,6 +68,16 @@ class Settings:
             if getattr(self, name) < least:
                 raise InputError(f"{name} is {getattr(self, name)}, expected at least {least}.")
 
+        if self.tensors == "both" and self.save_outputs:
+            raise InputError("Outputs are saved for one kind of tensors: choose --tensors stored or seeded.")
+
+    @property
+    def one_by_one(self) -> list[Settings]:
+        """These settings for each kind of tensors that is replayed."""
+        if self.tensors != "both":
+            return [self]
+        return [replace(self, tensors=kind) for kind in ("stored", "seeded")]
+
     @property
     def rounds(self) -> int:
         """Rounds of one capture over all modes and L2 states."""
@@ -98,7 +109,8 @@ class Plan:
     @property
     def steps(self) -> int:
         """Units of progress that `run` will report."""
-        return sum(len(names) * (1 + self.settings.rounds) for _, names in self.work)
+        calls = sum(len(names) for _, names in self.work) * len(self.settings.one_by_one)
+        return calls * (1 + self.settings.rounds)
 
 
 def plan(
@@ -125,6 +137,11 @@ def plan(
             unavailable[name] = reason
     wanted = list(dict.fromkeys(names)) or [name for name in variants.names() if name not in unavailable]
     loaded = [verified(path) for path in captures_.discover([str(path) for path in paths])]
+    for one in loaded:
+        if settings.tensors == "both" and one.kind != "full":
+            raise InputError(
+                f"{one.path} stores tables only, so it has no tensors to compare seeded ones with."
+            )
     outputs = _outputs(settings.save_outputs, loaded)
     stored = _Stored(existing, settings)
     work, done = [], []
@@ -196,13 +213,17 @@ class _Stored:
             self._key({**expected, "mode": mode, "l2": l2}) for mode in settings.modes for l2 in settings.l2
         ]
         window = variants.get(name).search_window or settings.window
-        return all(any(self._answers(row, window) for row in self.rows.get(key, [])) for key in keys)
+        return all(
+            any(self._answers(row, window, asked.tensors) for row in self.rows.get(key, []))
+            for key in keys
+            for asked in settings.one_by_one
+        )
 
-    def _answers(self, row: Row, window: int) -> bool:
+    def _answers(self, row: Row, window: int, tensors: str) -> bool:
         if row.get("status") != "ok":
             return True  # it could not be measured; asking again would not change that
         same_window = row.get("window") in (None, window)
-        same_tensors = self.settings.tensors in ("auto", row.get("tensors"))
+        same_tensors = tensors in ("auto", row.get("tensors"))
         return same_window and same_tensors and row.get("samples") == self.settings.samples
 
     @classmethod

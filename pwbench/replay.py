@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -96,23 +97,32 @@ def replay(
     return rows
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """One variant on one kind of tensors, checked."""
+
+    name: str
+    subject: Subject
+    checked: Checked
+
+
 class _Bench:
     """One capture on the bench: its call, what is prepared for it, and the rows that come of it."""
 
     def __init__(self, chosen: Plan, loaded: captures_.Capture, session: str, observer: Observer):
         self.plan, self.settings, self.observer = chosen, chosen.settings, observer
         self.capture = loaded
-        self.subject = Subject.load(loaded, self.settings, chosen.outputs.get(loaded.path))
+        outputs = chosen.outputs.get(loaded.path)
+        self.subjects = [Subject.load(loaded, one, outputs) for one in self.settings.one_by_one]
         self.info = device.info(self.settings.device)
         self.ceilings = roofs.find(self.info.name if self.info.kind == "cuda" else None)
-        call = self.subject.call
+        call = self.subjects[0].call
         self.common: Row = {
             "session": session,
             "suite": loaded.suite,
             "capture": loaded.name,
             "tables_sha256": loaded.tables_sha256,
             "kind": loaded.kind,
-            "tensors": self.subject.tensors,
             "commit": device.commit(),
             "device": self.info.kind,
             "gpu": self.info.name,
@@ -126,32 +136,34 @@ class _Bench:
         }
 
     def rows(self, names: Sequence[str]) -> list[Row]:
-        """Check and time ``names``; one row per variant, mode and L2 state."""
-        checked = {}
+        """Check and time ``names``; one row per variant, kind of tensors, mode and L2 state."""
+        entries: dict[str, _Entry] = {}
         for name in names:
             self.observer.note(f"{self.capture.name}: checking {name}")
-            checked[name] = self._check(name)
-            self.observer.advance()
+            for subject in self.subjects:
+                label = name if subject is self.subjects[0] else f"{name}#{subject.tensors}"
+                entries[label] = self._check(name, subject)
+                self.observer.advance()
         found = []
         for mode in self.settings.modes:
             for l2 in self.settings.l2:
-                found += self._time(checked, mode, l2)
+                found += self._time(entries, mode, l2)
         if self.settings.device.type == "cuda":
-            checked.clear()
+            entries.clear()
             torch.cuda.empty_cache()
         return found
 
-    def _check(self, name: str) -> Checked:
+    def _check(self, name: str, subject: Subject) -> _Entry:
         if name in self.plan.unavailable:
-            return Checked.without("unavailable", self.plan.unavailable[name])
+            return _Entry(name, subject, Checked.without("unavailable", self.plan.unavailable[name]))
         options = Options(self.settings.precision_of(name), self.settings.window)
-        return check(variants.get(name), options, self.subject)
+        return _Entry(name, subject, check(variants.get(name), options, subject))
 
-    def _time(self, checked: Mapping[str, Checked], mode: str, l2: str) -> list[Row]:
+    def _time(self, entries: Mapping[str, _Entry], mode: str, l2: str) -> list[Row]:
         ready = {
-            name: one.prepared
-            for name, one in checked.items()
-            if one.prepared is not None and (mode == "eager" or one.prepared.graphable)
+            label: one.checked.prepared
+            for label, one in entries.items()
+            if one.checked.prepared is not None and (mode == "eager" or one.checked.prepared.graphable)
         }
         baseline = self.settings.baseline if self.settings.baseline in ready else next(iter(ready), None)
         samples = self.settings.samples or 0
@@ -164,24 +176,26 @@ class _Bench:
             mode,
             l2,
             seed=self.settings.seed,
-            on_round=lambda _done: self.observer.advance(len(checked)),
+            on_round=lambda _done: self.observer.advance(len(entries)),
         )
         if not ready:
-            self.observer.advance(len(checked) * samples)
+            self.observer.advance(len(entries) * samples)
         floor = _floor(timings, baseline)
         disturbances = self._disturbances()
         for timed in timings.values():
             timed.throttle = "; ".join(filter(None, [timed.throttle, *disturbances]))
-        return [self._row(name, one, timings.get(name), mode, l2, floor) for name, one in checked.items()]
+        return [self._row(one, timings.get(label), mode, l2, floor) for label, one in entries.items()]
 
     def _row(
-        self, name: str, one: Checked, timed: timing.Timing | None, mode: str, l2: str, floor: float | None
+        self, entry: _Entry, timed: timing.Timing | None, mode: str, l2: str, floor: float | None
     ) -> Row:
+        name, one = entry.name, entry.checked
         precision = self.settings.precision_of(name)
         row: Row = {
             **dict.fromkeys(column.name for column in COLUMNS),
             **self.common,
             **one.facts,
+            "tensors": entry.subject.tensors,
             "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
             "variant": name,
             "precision": precision,
@@ -191,7 +205,7 @@ class _Bench:
             "reason": one.reason,
             "noise_floor": floor,
         }
-        least = self._roofline(one, precision, mode, l2)
+        least = self._roofline(entry, precision, mode, l2)
         if least is not None:
             row |= {"roofline_us": least.us, "roofline_term": least.term}
         if one.status != "ok":
@@ -210,14 +224,14 @@ class _Bench:
             return row | {"status": "failed", "reason": reason}
         return row | times
 
-    def _roofline(self, one: Checked, precision: str, mode: str, l2: str) -> roofs.Roofline | None:
+    def _roofline(self, entry: _Entry, precision: str, mode: str, l2: str) -> roofs.Roofline | None:
+        one, subject = entry.checked, entry.subject
         if self.ceilings is None or not one.facts.get("groups"):
             return None
-        call = self.subject.call
         return roofs.roofline(
             one.facts,
-            io_bytes=2 * call.q.numel() * call.q.element_size(),
-            page_bytes=self.subject.page_bytes,
+            io_bytes=2 * subject.call.q.numel() * subject.call.q.element_size(),
+            page_bytes=subject.page_bytes,
             group=one.prepared.group if one.prepared else 1,
             precision=precision,
             l2=l2,

@@ -296,7 +296,8 @@ def _frame(path: Path) -> pd.DataFrame:
 def _read(path: Path) -> tuple[pa.Table, dict[str, Any]]:
     try:
         with path.open("rb") as file:
-            table = pq.read_table(file)
+            # NOTE: A reading thread of Arrow that is still there when the interpreter ends aborts it.
+            table = pq.read_table(file, use_threads=False, pre_buffer=False)
     except (pa.ArrowException, OSError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(

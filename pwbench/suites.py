@@ -2,19 +2,23 @@
 
 ``captures/suites.toml`` is the one definition. Making needs one model run per prompt: a shorter
 context is a prefix of a longer one, and one pass records any number of layers and chunk lengths.
+
+A capture's tables must not depend on what else is recorded with it, or their hashes would prove nothing.
+In bf16 another cut of the prefill rounds near-tied choices differently, so the prefill's chunk is part of
+the definition, and a context that would cut one of its chunks has a run of its own.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pwbench.capture import Tables, load, write
+from pwbench.capture import Tables, discover, load, write
 from pwbench.capture.combine import combine
 from pwbench.capture.recorder import Recording, Target
 from pwbench.capture.statistics import union_sizes
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
 DEFINITIONS = Path("captures") / "suites.toml"
 Progress = Callable[[str, int, int], None]
+Recordings = dict[tuple[str, int, Target], Recording]
+"""Of each (prompt, prefill chunk, target)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,10 @@ class Request:
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """One capture of a suite: recorded (``layer``, ``requests``) or invented (``synthetic``)."""
+    """One capture of a suite: recorded (``layer``, ``requests``) or invented (``synthetic``).
+
+    ``prefill_chunk``: tokens of the model's forward passes.
+    """
 
     suite: str
     name: str
@@ -47,6 +56,7 @@ class CaptureSpec:
     requests: tuple[Request, ...] = ()
     synthetic: Mapping[str, Any] | None = None
     kind: str = "tables"
+    prefill_chunk: int = 2048
 
     @property
     def targets(self) -> list[tuple[str, Target]]:
@@ -130,12 +140,29 @@ def _suite(path: str | Path, name: str, body: Mapping[str, Any]) -> Suite:
         for request in requests:
             if not 0 < request.queries <= request.context:
                 raise InputError(f"{where}: queries is {request.queries}, expected 1 to {request.context}.")
-        kind = entry.get("kind", "tables")
-        specs.append(CaptureSpec(name, entry["name"], entry["reason"], layer, requests, synthetic, kind))
+        specs.append(
+            CaptureSpec(
+                suite=name,
+                name=entry["name"],
+                reason=entry["reason"],
+                layer=layer,
+                requests=requests,
+                synthetic=synthetic,
+                kind=entry.get("kind", "tables"),
+                prefill_chunk=_prefill_chunk(path, name, body),
+            )
+        )
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
         raise InputError(f"{path}: suite {name!r} names a capture twice.")
     return Suite(name, body.get("purpose", ""), tuple(specs))
+
+
+def _prefill_chunk(path: str | Path, name: str, body: Mapping[str, Any]) -> int:
+    value = body.get("prefill_chunk", CaptureSpec.prefill_chunk)
+    if type(value) is not int or value < 1:
+        raise InputError(f"{path}: prefill_chunk of suite {name!r} is {value!r}, expected a token count.")
+    return value
 
 
 def plan(specs: Iterable[CaptureSpec]) -> dict[str, list[Target]]:
@@ -147,6 +174,20 @@ def plan(specs: Iterable[CaptureSpec]) -> dict[str, list[Target]]:
     return {prompt: list(targets) for prompt, targets in runs.items()}
 
 
+def runs(specs: Iterable[CaptureSpec]) -> list[tuple[str, int, list[Target]]]:
+    """The model runs of `plan`, one by one: (prompt, prefill chunk, targets).
+
+    Contexts that are whole chunks share one run of a prompt; each other context has one of its own, since
+    its end cuts a chunk that longer contexts have whole.
+    """
+    found: dict[tuple[str, int, int], dict[Target, None]] = {}
+    for spec in specs:
+        for prompt, target in spec.targets:
+            ragged = target.context if target.context % spec.prefill_chunk else 0
+            found.setdefault((prompt, spec.prefill_chunk, ragged), {})[target] = None
+    return [(prompt, chunk, list(targets)) for (prompt, chunk, _), targets in found.items()]
+
+
 def make(
     specs: Sequence[CaptureSpec],
     out: str | Path,
@@ -155,6 +196,7 @@ def make(
     prompts: str | Path | None = None,
     kind: str | None = None,
     full_out: str | Path | None = None,
+    full_suites: Collection[str] | None = None,
     against: str | Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -167,6 +209,7 @@ def make(
         model, prompts: the loaded model and the folder of ``<prompt>.txt[.xz]``; needed for recorded ones.
         kind: ``full`` or ``tables`` for all, None for what each definition says.
         full_out: also write each as ``full`` below this folder, from the same run.
+        full_suites: of these suites only; None for all.
         against: compare tables with the captures stored below this folder; None compares with ``out``.
         overwrite: replace captures whose tables differ.
         progress: called with (prompt, tokens done, tokens to do).
@@ -179,11 +222,38 @@ def make(
     for spec in specs:
         recording = _recording(spec, recordings)
         recording.facts["suite"] = {"name": spec.suite, "reason": spec.reason}
-        if full_out is not None:
+        if full_out is not None and (full_suites is None or spec.suite in full_suites):
             _put(Path(full_out) / spec.suite / spec.name, recording, "full", True, None)
         stored = None if against is None else Path(against) / spec.suite / spec.name
         made.append(_put(Path(out) / spec.suite / spec.name, recording, kind or spec.kind, overwrite, stored))
     return made
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One capture below a folder beside its namesake below another: ``differing_rows`` of ``rows`` rows
+    differ; None where there is no namesake."""
+
+    name: str
+    rows: int
+    differing_rows: int | None
+
+
+def compare(folder: str | Path, against: str | Path) -> list[Compared]:
+    """Whether the captures below ``folder`` hold the selections of their namesakes below ``against``.
+
+    Raises:
+        CaptureError: one cannot be read.
+    """
+    found = []
+    for path in discover([folder]):
+        one = load(path)
+        other = Path(against) / one.suite / one.name
+        differ = None
+        if (other / "manifest.json").is_file():
+            differ = differing_rows(one.tables, load(other).tables)
+        found.append(Compared(f"{one.suite}/{one.name}", int(one.tables.counts.size), differ))
+    return found
 
 
 def differing_rows(left: Tables, right: Tables) -> int:
@@ -238,25 +308,32 @@ def _run(
     model: Model | None,
     prompts: str | Path | None,
     progress: Progress | None,
-) -> dict[tuple[str, Target], Recording]:
-    runs = plan(specs)
-    if runs and (model is None or prompts is None):
-        raise InputError(f"Suites made from {', '.join(runs)} need --model and --prompts.")
-    recordings: dict[tuple[str, Target], Recording] = {}
-    for prompt, targets in runs.items():
+) -> Recordings:
+    wanted = runs(specs)
+    if wanted and (model is None or prompts is None):
+        names = dict.fromkeys(prompt for prompt, _, _ in wanted)
+        raise InputError(f"Suites made from {', '.join(names)} need --model and --prompts.")
+    recordings: Recordings = {}
+    for prompt, chunk, targets in wanted:
         assert model is not None and prompts is not None
-        for target, recording in _run_prompt(model, prompts, prompt, targets, progress).items():
-            recordings[prompt, target] = recording
+        for target, recording in _run_prompt(model, prompts, prompt, targets, progress, chunk).items():
+            recordings[prompt, chunk, target] = recording
     return recordings
 
 
 def _run_prompt(
-    model: Model, prompts: str | Path, name: str, targets: Sequence[Target], progress: Progress | None
+    model: Model,
+    prompts: str | Path,
+    name: str,
+    targets: Sequence[Target],
+    progress: Progress | None,
+    prefill_chunk: int = CaptureSpec.prefill_chunk,
 ) -> dict[Target, Recording]:
     from pwbench.capture.transformers import capture, read_prompt
 
     report = None if progress is None else lambda done, total: progress(name, done, total)
-    return capture(model, read_prompt(find_prompt(prompts, name)), targets, progress=report)
+    prompt = read_prompt(find_prompt(prompts, name))
+    return capture(model, prompt, targets, prefill_chunk=prefill_chunk, progress=report)
 
 
 def find_prompt(folder: str | Path, name: str) -> Path:
@@ -272,16 +349,16 @@ def find_prompt(folder: str | Path, name: str) -> Path:
     raise InputError(f"{folder} holds no {name}.txt.xz and no {name}.txt, which a suite is made from.")
 
 
-def _recording(spec: CaptureSpec, recordings: Mapping[tuple[str, Target], Recording]) -> Recording:
+def _recording(spec: CaptureSpec, recordings: Recordings) -> Recording:
     if spec.synthetic is not None:
-        from pwbench.capture.synthetic import generate
+        from pwbench.capture.synthetic import generate, generate_batch
 
         try:
-            return generate(**spec.synthetic)
+            return (generate_batch if "requests" in spec.synthetic else generate)(**spec.synthetic)
         except TypeError as error:
             where = f"Capture {spec.name!r} of suite {spec.suite!r}"
             raise InputError(f"{where} cannot be generated: {error}; compare its synthetic table.") from None
-    parts = [recordings[key] for key in spec.targets]
+    parts = [recordings[prompt, spec.prefill_chunk, target] for prompt, target in spec.targets]
     if len(parts) > 1:
         # Engines hand out cache pages in no order; one request alone would hide what that costs.
         return combine(parts, placement_seed=1)

@@ -7,11 +7,12 @@ import json
 
 import pytest
 
-from pwbench import counter_baseline, counters, files
-from pwbench.capture import load
+from pwbench import counter_baseline, counters, files, variants
+from pwbench.capture import load, synthetic
 from pwbench.errors import CaptureError, InputError, MeasurementError
 from pwbench.grouping import identity_order, match, regroup
 from pwbench.operator import supports
+from pwbench.variants import Options
 
 
 def test_every_capture_is_counted_in_every_order(small_captures):
@@ -19,7 +20,26 @@ def test_every_capture_is_counted_in_every_order(small_captures):
     counted = counter_baseline.count_captures([small_captures], seen.append)
     assert list(counted) == seen == ["small/one", "small/two"]
     for entry in counted.values():
-        assert set(entry["groupings"]) == {"per-query", "original", *counter_baseline.SEARCHES, "match-w64"}
+        assert set(entry["groupings"]) == {
+            "per-query",
+            "original",
+            *counter_baseline.SEARCHES,
+            "match-w64",
+            *counter_baseline.PAGE_MAJOR,
+        }
+
+
+@pytest.mark.parametrize("name", list(counter_baseline.PAGE_MAJOR))
+def test_page_major_counters_are_those_that_the_variant_reports(name, small_captures):
+    """At a size where a load holds several tiles, and the workspace does not hold every row."""
+    for call in (
+        synthetic.generate(20_000, 9_000, seed=1).call,
+        load(small_captures / "small" / "one").call(),
+    ):
+        reported = variants.get(name).prepare(call, Options("fast", 128)).counters()
+        pages, _ = supports(call)
+        counted = counter_baseline.count_page_major(name, call, pages)
+        assert counted == {key: value for key, value in reported.items() if key != "tile_occupancy"}
 
 
 def test_the_counters_are_those_of_the_whole_call(small_captures):

@@ -115,6 +115,30 @@ def test_stored_and_seeded_tensors_are_told_apart(small_captures: Path) -> None:
     assert seeded[0]["tensors"] == "seeded"
 
 
+def test_both_kinds_of_tensors_are_timed_in_turn_in_one_session(small_captures: Path, tmp_path: Path) -> None:
+    path, out = small_captures / "small" / "one", tmp_path / "rows.parquet"
+    settings = {"samples": 5, "tensors": "both", "out": out}
+    rows = replay([path], ["union8", "reference"], **settings)
+    assert [(row["variant"], row["tensors"]) for row in rows] == [
+        ("union8", "stored"), ("union8", "seeded"), ("reference", "stored"), ("reference", "seeded"),
+    ]  # fmt: skip
+    assert len({row["session"] for row in rows}) == 1
+    assert all(len(row["complete_samples"]) == 5 and row["noise_floor"] is not None for row in rows)
+    stored, seeded = rows[:2]
+    assert stored["union_pages"] == seeded["union_pages"] and stored["rel_l2"] != seeded["rel_l2"]
+    existing = results.load_rows(out)
+    assert plan([path], ["union8"], Settings(CPU, samples=5, tensors="both"), existing).work == []
+    half = [row for row in existing if row["tensors"] == "stored"]
+    assert plan([path], ["union8"], Settings(CPU, samples=5, tensors="both"), half).work != []
+
+
+def test_both_kinds_of_tensors_need_stored_ones(small_captures: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="stores tables only"):
+        replay([small_captures / "small" / "two"], ["union8"], samples=1, tensors="both")
+    with pytest.raises(InputError, match="one kind of tensors"):
+        Settings(CPU, tensors="both", save_outputs=tmp_path)
+
+
 def test_the_cost_of_the_fp8_cache_is_reported_where_the_model_s_output_is_stored(tmp_path: Path) -> None:
     from tests.calls import make_call
 
@@ -376,13 +400,13 @@ def test_a_time_below_what_the_chip_needs_is_an_error_and_not_a_record(
 ) -> None:
     only(Fake("fake"))
     bench = _bench(small_captures)
-    checked = bench._check("fake")
+    checked = bench._check("fake", bench.subjects[0])
     floor = bench._roofline(checked, "fast", "graph", "cold").floor_us
     for time_us, status in ((floor * 0.9, "failed"), (floor * 1.1, "ok")):
         timed = Timing([time_us] * 5, {"attention": [time_us] * 5})
-        row = bench._row("fake", checked, timed, "graph", "cold", None)
+        row = bench._row(checked, timed, "graph", "cold", None)
         assert row["status"] == status
-    row = bench._row("fake", checked, Timing([floor / 2] * 5, {}), "graph", "cold", None)
+    row = bench._row(checked, Timing([floor / 2] * 5, {}), "graph", "cold", None)
     assert "the chip needs at least" in row["reason"] and row["complete_us"] is None
 
 
@@ -391,7 +415,7 @@ def test_what_cannot_be_captured_into_a_graph_is_unavailable_in_graph_mode_and_n
 ) -> None:
     only(Fake("hostbound"), Fake("capturable", graphable=True))
     bench = _bench(small_captures)
-    checked = {name: bench._check(name) for name in ("hostbound", "capturable")}
+    checked = {name: bench._check(name, bench.subjects[0]) for name in ("hostbound", "capturable")}
     rows = {row["variant"]: row for row in bench._time(checked, "graph", "cold")}
     assert rows["hostbound"]["status"] == "unavailable" and "--mode eager" in rows["hostbound"]["reason"]
     assert rows["capturable"]["status"] == "failed", (

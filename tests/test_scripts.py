@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pwbench import results
+from pwbench.capture import write
 from tests.calls import make_call
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -48,6 +50,48 @@ def test_without_a_gpu_nothing_is_taken_for_a_pass(tmp_path: Path) -> None:
     done = run("h200.sh", str(tmp_path / "out"), "test", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 3
     assert "torch sees no CUDA GPU" in done.stderr
+
+
+def rehearse(tmp_path: Path, *steps: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """h200.sh on the CPU over one small suite of every name it asks for."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for suite in ("six", "five-64k"):
+        call = make_call(3, q_lens=(17,), selection="local", poison="none", spare_pages=0)
+        write(tmp_path / "store" / suite / "small", call, kind="full")
+    settings = {
+        "DEVICE": "cpu", "MODE": "eager", "SAMPLES": "2", "VARIANTS": "union8 union8-regroup",
+        "STORE": str(tmp_path / "store"), "FULL": str(tmp_path / "store"),
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    }  # fmt: skip
+    return run("h200.sh", str(tmp_path / "out"), *steps, **settings, **environment)
+
+
+def test_the_measuring_steps_leave_their_rows_and_pack_their_logs(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "full:50", "windows", PRECISIONS="fast", PACK="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    files = {"h200-full.parquet", "h200-windows-64.parquet", "h200-windows-128.parquet"}
+    assert names == {*files, "logs.tar"}
+    rows = {name: results.load_rows(tmp_path / "out" / name) for name in files}
+    kinds = {(row["variant"], row["tensors"], row["l2"]) for row in rows["h200-full.parquet"]}
+    assert len(kinds) == 8 and len({row["session"] for row in rows["h200-full.parquet"]}) == 1
+    for window in (64, 128):
+        measured = rows[f"h200-windows-{window}.parquet"]
+        assert {(row["suite"], row["variant"], row["window"]) for row in measured} == {
+            (suite, variant, searched)
+            for suite in ("six", "five-64k")
+            for variant, searched in (("union8", None), ("union8-regroup", window))
+        }
+
+
+def test_a_step_ends_when_its_time_is_over_and_starts_nothing_more(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "windows:1")
+    assert done.returncode == 1
+    assert "Out of time, not started: python3 -m pwbench.cli.main replay" in done.stdout
+    assert "---- windows    exit code 1" in (tmp_path / "out" / "steps.log").read_text()
 
 
 def test_a_missing_sanitizer_is_one_sentence(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def runs(monkeypatch):
     """Stands in for the model: what was run, and one seeded recording for each target."""
     seen = []
 
-    def run(model, prompts, name, targets, progress):
+    def run(model, prompts, name, targets, progress, prefill_chunk=2048):
         seen.append((name, list(targets)))
         return {t: fake(model, t) for t in targets}
 
@@ -68,6 +68,35 @@ def test_one_run_per_prompt_records_each_target_once(specs):
         "p": [Target(1, 20, 300), Target(2, 20, 300)],
         "r": [Target(2, 7, 50)],
     }
+
+
+def test_what_a_prompt_records_does_not_depend_on_what_else_is_recorded_with_it(tmp_path):
+    """A context that ends inside a prefill chunk would cut it for the longer ones: it runs alone."""
+    path = tmp_path / "suites.toml"
+    path.write_text(
+        DEFINITIONS.replace("queries = 20", "queries = 20\nprefill_chunk = 100")
+        + "\n[[suites.a.captures]]\nname = 'cut'\nprompt = 'p'\ncontext = 250\nlayer = 1\nreason = 'r'\n"
+    )
+    specs = suites.load_suites(path)["a"].captures
+    assert suites.runs(specs) == [
+        ("p", 100, [Target(1, 20, 300), Target(2, 20, 300)]),
+        ("r", 100, [Target(2, 7, 50)]),
+        ("p", 100, [Target(1, 20, 250)]),
+    ]
+
+
+def test_full_captures_of_chosen_suites_only_and_compared_with_the_tables(specs, runs, tmp_path):
+    out, full = tmp_path / "out", tmp_path / "full"
+    suites.make(specs, out, model=1, prompts="x", full_out=full, full_suites=["b"])
+    assert not full.exists()
+    suites.make(specs, out, model=1, prompts="x", full_out=full, full_suites=["a"])
+    assert [(c.name, c.differing_rows) for c in suites.compare(full, out)] == [
+        ("a/invented", 0), ("a/mixed", 0), ("a/one", 0),
+    ]  # fmt: skip
+    suites.make(specs, tmp_path / "other", model=2, prompts="x")
+    found = {c.name: c for c in suites.compare(full, tmp_path / "other")}
+    assert 0 < found["a/one"].differing_rows <= found["a/one"].rows
+    assert [c.differing_rows for c in suites.compare(full, tmp_path / "none")] == [None] * 3
 
 
 def test_made_captures_verify_and_say_why_they_are_there(specs, runs, tmp_path):
@@ -164,6 +193,7 @@ def test_a_prompt_is_found_compressed_or_plain(tmp_path):
         ("queries = 20", "queries = 301", "queries is 301, expected 1 to 300"),
         ('name = "mixed"', 'name = "one"', "names a capture twice"),
         ("[suites.a]", "[suites.a", "is not TOML"),
+        ("queries = 20", "queries = 20\nprefill_chunk = 0", "prefill_chunk of suite 'a' is 0"),
     ],
 )
 def test_bad_definitions_are_refused(tmp_path, old, new, message):
@@ -225,11 +255,12 @@ def test_stored_captures_verify_and_are_small(repository: Path):
     for path in discover([repository / "captures"]):
         assert failures(verify(path)) is None
         total += sum(f.stat().st_size for f in path.iterdir())
-    assert total < 13_000_000
+    assert total < 8_000_000
 
 
 def test_invented_captures_are_reproduced_exactly(repository: Path, tmp_path):
     """The generator's random streams must give the same selections on every machine and version."""
-    specs = suites.load_suites(repository / suites.DEFINITIONS)["extremes"].captures
+    defined = suites.load_suites(repository / suites.DEFINITIONS)
+    specs = [spec for name in ("extremes", "shapes", "affinity") for spec in defined[name].captures]
     made = suites.make(specs, tmp_path, against=repository / "captures")
     assert [m.differing_rows for m in made] == [0] * len(specs)

@@ -13,7 +13,7 @@
 
 #include "tasks.cuh"
 
-constexpr int BUSY = 32 * (1 + EMITTERS);  // threads that search or emit tasks
+constexpr int BUSY = MATCHING ? 0 : 32 * (1 + EMITTERS);  // threads that are not idle while the chain goes on
 
 /// TASK_QUERIES neighbours of the order as a task, by one warp. `slots` counts who selected each local page, two pages to a word.
 __device__ __forceinline__ void emit_task(const PrepareParams& params, const Window& window, WindowScratch& scratch,
@@ -65,7 +65,7 @@ __device__ __forceinline__ void emit_task(const PrepareParams& params, const Win
     }
 }
 
-/// Marks the tasks that a head has room for and no query needs, by the warps that a search leaves idle.
+/// Marks the tasks that a head has room for and no query needs, by the warps that a serial search leaves idle.
 __device__ __forceinline__ void clear_unused_tasks(const PrepareParams& params, int head, int used) {
     for (int task = used + threadIdx.x - BUSY; task < params.tasks_per_head; task += BLOCK - BUSY) {
         TaskRecord& record = params.task_records[head * params.tasks_per_head + task];

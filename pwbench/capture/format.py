@@ -328,8 +328,9 @@ def read_table(path: Path) -> pa.Table:
     columns = QUERY_COLUMNS if path.name == QUERIES else REQUEST_COLUMNS
     try:
         # Opened here: Arrow itself takes only UTF-8 paths, and a folder for a whole data set.
+        # NOTE: A reading thread of Arrow that is still there when the interpreter ends aborts the process.
         with path.open("rb") as file:
-            table = pq.read_table(file)
+            table = pq.read_table(file, use_threads=False, pre_buffer=False)
     except (OSError, pa.ArrowException) as error:
         raise CaptureError(f"{path} cannot be read as Parquet: {error}.") from None
     twice = [name for name in columns if table.column_names.count(name) > 1]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pwbench.capture import seeded
+from pwbench.capture.combine import combine
 from pwbench.capture.recorder import Recording
 from pwbench.errors import InputError
 from pwbench.operator import INVALID, PAGE, TOPK, SparsePrefillCall
@@ -82,6 +83,49 @@ def generate(
         "selector": {"type": "synthetic", "topk": TOPK},
     }
     return Recording(call, None, facts)
+
+
+def generate_batch(
+    context: int,
+    queries: int,
+    *,
+    requests: int,
+    pattern: str = "persistent",
+    affinity: float = 0.9,
+    seed: int = 0,
+    kv_heads: int = 1,
+) -> Recording:
+    """Invent one call of many requests of unlike lengths, as a busy server would batch them.
+
+    Contexts are spread evenly in their logarithm from 1/32 of ``context`` to all of it; the rows are
+    shared out at random, at least one to each request. Pages lie scattered over the cache.
+
+    Args:
+        context: tokens of the longest request.
+        queries: query rows of the call, at least ``requests``.
+        requests: how many.
+        pattern, affinity, seed, kv_heads: as of `generate`; each request draws selections of its own.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+    if not 0 < requests <= queries:
+        raise InputError(f"requests is {requests}, expected between 1 and the {queries} query rows.")
+    draw = np.random.RandomState(seed % (1 << 32))
+    contexts = np.maximum(1, context / 32.0 ** draw.random_sample(requests)).astype(np.int64)
+    contexts[0] = context
+    lengths = 1 + np.diff(np.sort(draw.randint(0, queries - requests + 1, requests - 1)), prepend=0)
+    lengths = np.append(lengths, queries - lengths.sum())
+    if (lengths > contexts).any():
+        # Few long requests and many rows: no request can ask more rows than it has tokens.
+        raise InputError(f"{queries} rows do not fit {requests} requests of at most {context} tokens.")
+    parts = [
+        generate(int(c), int(n), pattern=pattern, affinity=affinity, seed=seed + i, kv_heads=kv_heads)
+        for i, (c, n) in enumerate(zip(contexts, lengths, strict=True))
+    ]
+    whole = combine(parts, placement_seed=seed)
+    whole.facts["synthetic"] = {**whole.facts["synthetic"], "seed": seed, "requests": requests}
+    return whole
 
 
 def _select(pattern: str, positions: np.ndarray, affinity: float, draw: np.random.RandomState) -> np.ndarray:

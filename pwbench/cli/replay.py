@@ -59,8 +59,9 @@ def _variant_names(ctx: click.Context, param: click.Parameter, incomplete: str) 
     help="Flush the L2 cache before each sample, or warm it.",
 )  # fmt: skip
 @click.option(
-    "--tensors", type=click.Choice(["auto", "stored", "seeded"]), default="auto", show_default=True,
-    help="Q and KV as captured, or seeded random values. auto: as captured where they are stored.",
+    "--tensors", type=click.Choice(["auto", "stored", "seeded", "both"]), default="auto", show_default=True,
+    help="Q and KV as captured, or seeded random values. auto: as captured where they are stored. both: in "
+    "one session, to see whether the time differs.",
 )  # fmt: skip
 @click.option(
     "--baseline", metavar="NAME", default="flashinfer", show_default=True,
@@ -213,7 +214,7 @@ def _show_plan(chosen: Plan, out: Path | None, as_json: bool) -> None:
         click.echo(f"  not available: {name}: {reason}")
     for name in chosen.done:
         click.echo(f"  already in {out}: {name}")
-    calls = sum(len(names) for _, names in chosen.work)
+    calls = sum(len(names) for _, names in chosen.work) * len(settings.one_by_one)
     click.echo(f"{calls} variants on captures, {calls * settings.rounds} timed samples. Nothing was run.")
 
 

@@ -33,7 +33,8 @@ DEVICE = click.option(
 @json_option
 @click.pass_context
 def suites(ctx: click.Context, definitions: Path, as_json: bool) -> None:
-    """List the stored suites and their captures; `make` makes them, `survey` helps to choose layers.
+    """List the stored suites and their captures; `make` makes them, `compare` says whether two folders of
+    them agree, `survey` helps to choose layers.
 
     \b
     Example:
@@ -55,6 +56,9 @@ def suites(ctx: click.Context, definitions: Path, as_json: bool) -> None:
 @click.option(
     "--full-out", type=click.Path(path_type=Path), help="Also write full captures here, from the same run."
 )
+@click.option(
+    "--full-suite", "full_suites", multiple=True, help="With --full-out: only this suite; may be given again."
+)
 @click.option("--against", type=click.Path(path_type=Path), help="Compare tables with those stored here.")
 @click.option("--overwrite", is_flag=True, help="Replace captures whose tables differ.")
 @json_option
@@ -68,6 +72,7 @@ def make(
     out: Path,
     kind: str | None,
     full_out: Path | None,
+    full_suites: tuple[str, ...],
     against: Path | None,
     overwrite: bool,
     as_json: bool,
@@ -85,12 +90,14 @@ def make(
     from pwbench import suites as library
 
     specs = _chosen(library.load_suites(definitions), names)
+    if unknown := set(full_suites) - {spec.suite for spec in specs}:
+        raise InputError(f"--full-suite names {min(unknown)!r}, which is not among the suites to make.")
     loaded = None
     if model is not None and library.plan(specs):
         from pwbench.capture.transformers import Model
 
         loaded = Model(model, device)
-    with _bar("making captures", library.plan(specs)) as report:
+    with _bar("making captures", len(library.runs(specs))) as report:
         made = library.make(
             specs,
             out,
@@ -98,6 +105,7 @@ def make(
             prompts=prompts,
             kind=kind,
             full_out=full_out,
+            full_suites=full_suites or None,
             against=against,
             overwrite=overwrite,
             progress=report,
@@ -113,6 +121,37 @@ def make(
         raise CheckFailed(
             f"{len(different)} captures in {out} have other tables than this run made and were left as they "
             "are; choose another --out, or replace them with --overwrite."
+        )
+
+
+@suites.command(context_settings=CONTEXT_SETTINGS)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--against", type=click.Path(path_type=Path), default=Path("captures"), show_default=True)
+@json_option
+@handle_errors
+def compare(folder: Path, against: Path, as_json: bool) -> None:
+    """Say whether the captures below FOLDER select what their namesakes below --against select.
+
+    Full captures made from a model are evidence about the stored tables only where both are of one run, or
+    of two that agree to the row. Exit code 1 where any row differs.
+
+    \b
+    Example:
+      pwbench suites compare /tmp/full --against captures
+    """
+    from pwbench import suites as library
+
+    found = library.compare(folder, against)
+    if as_json:
+        emit_json({"captures": [vars(one) for one in found]})
+    else:
+        for one in found:
+            click.echo(f"{one.name:28} {_agreement(one.rows, one.differing_rows)}")
+    differing = [one.name for one in found if one.differing_rows]
+    if differing:
+        raise CheckFailed(
+            f"{', '.join(differing)} in {folder} select other pages than in {against}: not the same run. "
+            "Replay either the one or the other; rows of both do not compare."
         )
 
 
@@ -152,7 +191,7 @@ def survey(
     found = names or tuple(sorted(p.name.split(".")[0] for p in prompts.glob("*.txt*")))
     if not found:
         raise InputError(f"{prompts} holds no .txt or .txt.xz file.")
-    with _bar("surveying", {name: lengths for name in found}) as report:
+    with _bar("surveying", len(found)) as report:
         rows = library.survey(Model(model, device), prompts, found, lengths, queries, progress=report)
     if as_json:
         emit_json({"rows": rows})
@@ -165,6 +204,12 @@ def survey(
             f"{r['context']:8} {r['prompt']:10} {r['layer']:5} {r['queries']:8} {r['u4']:7.1f} "
             f"{r['u8']:7.1f} {r['quantile']:9.2f}"
         )
+
+
+def _agreement(rows: int, differing: int | None) -> str:
+    if differing is None:
+        return "not stored there"
+    return f"{differing} of {rows} rows differ" if differing else f"the same selections in all {rows} rows"
 
 
 def _list(definitions: Path, as_json: bool) -> None:
@@ -207,17 +252,20 @@ def _chosen(found: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
 
 
 @contextmanager
-def _bar(what: str, runs: dict[str, Any]) -> Any:
-    """A progress callback over model runs: a bar on a terminal, one line per prompt otherwise."""
+def _bar(what: str, runs: int) -> Any:
+    """A progress callback over model runs: a bar on a terminal, one line per run otherwise."""
     with progress(what, None) as task:
-        seen: dict[str, int] = {}
+        begun, last = 0, ("", 0)
 
         def report(prompt: str, done: int, total: int) -> None:
-            if prompt not in seen:
-                say(f"{prompt}: {total} tokens ({len(seen) + 1} of {len(runs)} prompts)")
+            nonlocal begun, last
+            if prompt != last[0] or done <= last[1]:  # a prompt may have a second run
+                begun += 1
+                last = (prompt, 0)
+                say(f"{prompt}: {total} tokens (run {begun} of {runs})")
             task.note(f"{prompt} {done}/{total}")
-            task.advance(done - seen.get(prompt, 0))
-            seen[prompt] = done
+            task.advance(done - last[1])
+            last = (prompt, done)
 
         callback: Callable[[str, int, int], None] = report
         yield callback

@@ -37,6 +37,7 @@ PER_SCOPE: dict[str, Callable[[Report, Scope], Table]] = {
     "details": tables.details,
     "split": tables.split,
     "accuracy": tables.accuracy,
+    "values": tables.values,
     "counters": tables.counters,
     "roofline": tables.roofline,
     "regroup": studies.regroup,
@@ -62,10 +63,13 @@ FILTERS = ("suite", "device", "gpu", "mode", "l2", "variant", "precision", "base
 with, whose rows are always there."""
 _ROW_FILTERS = ("variant", "precision")
 
+_FULL = "full/six --tensors both --l2 both --device cuda --out results/h200-full.parquet"
 MAKERS = {
-    "windows": "captures/five-64k/* -v union8-regroup --window 64 --device cuda --out results/w64.parquet",
-    "cache": "captures/six/* --l2 warm --device cuda --out results/six-warm.parquet",
-    "tensors": "full/six/* --tensors stored --device cuda --out results/six-stored.parquet",
+    "windows": "captures/five-64k -v union8 -v union8-regroup --window 64 --device cuda "
+    "--out results/h200-windows.parquet",
+    "cache": "captures/six --l2 both --device cuda --out results/h200-six.parquet",
+    "tensors": _FULL,
+    "values": _FULL,
 }
 """Arguments of the replay that makes the rows of a table, where it is more than a suite on a device."""
 

@@ -22,7 +22,7 @@ DEFAULT_WINDOW = 128
 OWN_WINDOW = ("pageweaver",)
 """Kernels whose search has a window of its own. One of them may search some captures of a suite and leave
 others in their order: that is its choice, not another contender."""
-SYNTHETIC_SUITES = ("extremes", "synthetic")
+SYNTHETIC_SUITES = ("extremes", "shapes", "affinity", "synthetic")
 """Suites of made-up selections: reported, always apart and last, never headlined."""
 
 
@@ -326,10 +326,21 @@ class Scope:
         return contender.competes and searched and always is None
 
     def _twin(self, variant: str, contender: Contender, capture: str) -> Row | None:
+        """``variant`` beside the contender on ``capture``: the row of the same session where there is one,
+        since between sessions the card drifts by more than a search gains."""
+        own = self.cells[contender, capture]
         for window in (contender.window, None):
-            row = self.cells.get((Contender(variant, contender.precision, window), capture))
-            if row is not None:
-                return row
+            twin = Contender(variant, contender.precision, window)
+            current = self.cells.get((twin, capture))
+            if current is None:
+                continue
+            alike = ("capture", "session", "tensors", "tables_sha256")
+            same = [
+                row
+                for row in self.others
+                if all(row[name] == own[name] for name in alike) and contender_of(row) == twin
+            ]
+            return same[-1] if same else current
         return None
 
 

@@ -24,6 +24,7 @@ from pwbench.capture import discover, load
 from pwbench.errors import InputError
 from pwbench.files import replace_text
 from pwbench.report.formats import markdown_table
+from pwbench.report.model import SYNTHETIC_SUITES
 from pwbench.report.page_selections import SUITE, Selections
 from pwbench.report.tables import Table, count, percent
 
@@ -184,7 +185,7 @@ class Study:
 
     def _widest(self) -> list[Selections]:
         """The real capture whose neighbours share least, or nothing."""
-        real = [one for one in self._worth_showing() if one.suite != "extremes"]
+        real = [one for one in self._worth_showing() if one.suite not in SYNTHETIC_SUITES]
         return [max(real, key=_u4)] if real else []
 
     # Document -----------------------------------------------------------------------------------
@@ -314,14 +315,21 @@ def _us(value: float | None) -> str:
 
 
 def _latest(frame: pd.DataFrame | None) -> dict[tuple[str, str, str], results.Row]:
-    """The newest good GPU row of each (suite, capture, variant): graph mode, cold L2, precision fast."""
+    """The newest good GPU row of each (suite, capture, variant): graph mode, cold L2, precision fast. Of the
+    session that measured page-union where it has one: between sessions a card drifts."""
     if frame is None:
         return {}
     wanted = {"device": "cuda", "mode": "graph", "l2": "cold", "precision": "fast", "status": "ok"}
     found: dict[tuple[str, str, str], results.Row] = {}
+    sessions: dict[str, dict[tuple[str, str, str], results.Row]] = {}
     for row in results.rows_in_order(frame):
         if all(row[name] == value for name, value in wanted.items()):
-            found[row["suite"], row["capture"], row["variant"]] = row
+            sessions.setdefault(row["session"], {})[row["suite"], row["capture"], row["variant"]] = row
+    for rows in sessions.values():
+        found |= rows
+    for rows in sessions.values():
+        studied = {place[:2] for place in rows if place[2] == "page-union"}
+        found |= {place: row for place, row in rows.items() if place[:2] in studied}
     return found
 
 

@@ -268,6 +268,35 @@ def accuracy(report: Report, scope: Scope) -> Table:
     return table
 
 
+def values(report: Report, scope: Scope) -> Table:
+    """Errors on the model's own Q, K and V, capture by capture, below what the FP8 cache itself costs."""
+    mine: dict[tuple[Contender, str], Row] = {
+        (contender_of(row), row["capture"]): row for row in scope.others if row["tensors"] == "stored"
+    }
+    captures = [c for c in scope.captures if any(c == capture for _, capture in mine)]
+    table = Table(
+        f"rel-L2 on the model's own tensors, {scope.suite}: {scope.config}",
+        ["what", "precision", *captures],
+        notes=[
+            "First row: the reference on the FP8 cache against the model's own bf16 output, which is what "
+            "storing K and V in FP8 costs before any kernel runs. Below it each kernel against that "
+            "reference."
+        ],
+        text=(0, 1),
+    )
+    if not mine:
+        return table
+    cache = [
+        worst((r for (_, c), r in mine.items() if c == capture), "fp8_cache_rel_l2") for capture in captures
+    ]
+    table.strong.add(0)
+    table.rows.append(["the FP8 cache itself", "", *(error(value) for value in cache)])
+    for contender in sorted({c for c, _ in mine}, key=lambda c: (c.precision != "fast", c.label)):
+        errors = [mine[contender, c]["rel_l2"] if (contender, c) in mine else None for c in captures]
+        table.rows.append([contender.label, contender.precision, *(error(value) for value in errors)])
+    return table
+
+
 def counters(report: Report, scope: Scope) -> Table:
     """The exact counters, one line per capture and way of grouping, naming those that share it."""
     names = ("groups", "selected_pages", "union_pages", "subgroup_pages")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pwbench.capture import Tables
 from pwbench.capture.statistics import union_sizes
-from pwbench.capture.synthetic import PATTERNS, generate
+from pwbench.capture.synthetic import PATTERNS, generate, generate_batch
 from pwbench.errors import InputError
 
 
@@ -77,3 +77,22 @@ def test_it_says_that_it_is_synthetic():
 def test_values_out_of_range_are_refused(options):
     with pytest.raises(InputError, match="expected"):
         generate(**({"context": 512, "queries": 4} | options))
+
+
+def test_a_batch_shares_its_rows_out_and_scatters_its_pages():
+    recording = generate_batch(8192, 300, requests=12, seed=3)
+    call = recording.call.validate()
+    rows = call.cu_seqlens_q.diff()
+    assert call.total_q == 300 and len(rows) == 12 and rows.min() >= 1
+    assert int(call.seq_lens.max()) == 8192 and len(set(call.seq_lens.tolist())) > 6
+    used = call.page_table[call.page_table >= 0]
+    assert len(used) == len(set(used.tolist())) and not torch.equal(used, used.sort().values)
+    assert recording.facts["synthetic"]["requests"] == 12
+    again = generate_batch(8192, 300, requests=12, seed=3).call
+    assert torch.equal(again.topk, call.topk) and torch.equal(again.page_table, call.page_table)
+
+
+@pytest.mark.parametrize(("requests", "queries"), [(0, 5), (6, 5), (1, 300)])
+def test_a_batch_that_does_not_fit_is_refused(requests, queries):
+    with pytest.raises(InputError, match="requests"):
+        generate_batch(200, queries, requests=requests)

@@ -46,6 +46,17 @@ def test_captures_are_made_then_kept_and_other_ones_are_reported(tmp_path):
     assert run("make", *define(tmp_path, seed=2), *out, "--overwrite").exit_code == 0
 
 
+def test_folders_of_captures_are_compared_and_a_difference_is_a_failed_check(tmp_path):
+    assert run("make", *define(tmp_path), "--out", tmp_path / "a").exit_code == 0
+    assert run("make", *define(tmp_path, seed=2), "--out", tmp_path / "b").exit_code == 0
+    same = run("compare", tmp_path / "a", "--against", tmp_path / "a")
+    assert same.exit_code == 0 and "the same selections in all 16 rows" in same.stdout
+    other = run("compare", tmp_path / "a", "--against", tmp_path / "b")
+    assert other.exit_code == 1 and "of 16 rows differ" in other.stdout and "not the same run" in other.stderr
+    absent = run("compare", tmp_path / "a", "--against", tmp_path / "c", "--json")
+    assert json.loads(absent.stdout)["captures"][0]["differing_rows"] is None
+
+
 def test_unknown_suites_and_missing_options_are_bad_input(tmp_path):
     definitions = define(tmp_path)
     result = run("make", *definitions, "--suite", "nope", "--out", tmp_path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pwbench import results
-from pwbench.report import build
+from pwbench.report import build, studies, tables
 from pwbench.report.model import Contender
 from tests.rows import CAPTURES, row, suite_rows, unavailable
 
@@ -207,3 +207,65 @@ def test_a_baseline_that_computes_the_same_in_both_precisions_is_shown_once(tmp_
     scope = report_of(tmp_path, rows).scopes[0]
     assert [c for c in scope.shown if c.variant == "flashinfer"] != bases
     assert len(scope.shown) == len(scope.contenders) == 4
+
+
+LATER = {"session": "later", "created_utc": "2026-03-01T00:00:00+00:00"}
+
+
+def test_a_gain_is_over_the_original_order_of_its_own_session(tmp_path):
+    rows = [row("union8", complete_us=100), row("union8-regroup", complete_us=90),
+            row("union8", complete_us=120, **LATER)]  # fmt: skip
+    (gain,) = report_of(tmp_path, rows).scopes[0].gains
+    assert gain.online_ratio.paired and gain.online_ratio.value == pytest.approx(100 / 90, rel=0.02)
+
+
+def test_windows_of_different_sessions_stand_beside_their_own_gains(tmp_path):
+    rows = [row("union8", complete_us=100), row("union8-regroup", complete_us=90),
+            row("union8", complete_us=120, **LATER),
+            row("union8-regroup", complete_us=114, window=64, **LATER)]  # fmt: skip
+    report = report_of(tmp_path, rows)
+    (cells,) = studies.windows(report, report.scopes).rows
+    small, large = (float(cell.removesuffix(" %")) for cell in cells[8:10])
+    assert small == pytest.approx(5, abs=1) and large == pytest.approx(10, abs=1)
+
+
+def test_stored_and_seeded_tensors_are_compared_inside_one_session_and_l2_state(tmp_path):
+    rows = []
+    for l2, us in (("cold", 100), ("warm", 80)):
+        rows += [row("union8", l2=l2, complete_us=us, tensors=kind, **LATER) for kind in ("stored", "seeded")]
+        rows.append(row("union8", l2=l2, complete_us=us * 1.3, created_utc="2026-04-01T00:00:00+00:00"))
+    report = report_of(tmp_path, rows)
+    table = studies.tensors(report, report.scopes)
+    assert [(cells[2], cells[7], cells[10]) for cells in table.rows] == [
+        ("cold", "1.000", "same"), ("warm", "1.000", "same")
+    ]  # fmt: skip
+    assert table.notes[0].startswith("same in 2 of 2 pairs")
+
+
+def test_cold_and_warm_are_compared_on_the_same_tensors_of_one_session(tmp_path):
+    rows = [row("union8", l2=l2, complete_us=us, tensors="stored", **LATER)
+            for l2, us in (("cold", 100), ("warm", 80))]  # fmt: skip
+    rows += [row("union8", complete_us=130), row("union8", complete_us=131)]
+    report = report_of(tmp_path, rows)
+    ((*_, ratio, _captures),) = studies.cache(report, report.scopes).rows
+    assert float(ratio) == pytest.approx(1.25, rel=0.02)
+
+
+def test_errors_on_real_values_stand_below_what_the_fp8_cache_costs(tmp_path):
+    stored = {"tensors": "stored", "fp8_cache_rel_l2": 0.031}
+    errors = {"fast": 0.021, "accurate": 0.0018}
+    rows = [row("union8", c, rel_l2=e, precision=p, **stored) for c in TWO for p, e in errors.items()]
+    rows += [row("union8", c, rel_l2=0.5) for c in TWO]
+    report = report_of(tmp_path, rows)
+    table = tables.values(report, report.scopes[0])
+    assert table.columns == ["what", "precision", *TWO]
+    assert table.rows == [
+        ["the FP8 cache itself", "", "3.1e-2", "3.1e-2"],
+        ["union8", "fast", "2.1e-2", "2.1e-2"],
+        ["union8", "accurate", "1.8e-3", "1.8e-3"],
+    ]
+
+
+def test_sweeps_and_shapes_are_made_up(tmp_path):
+    rows = [row(suite=name) for name in ("shapes", "affinity", "six")]
+    assert [s.suite for s in report_of(tmp_path, rows).scopes if not s.synthetic] == ["six"]

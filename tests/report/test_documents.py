@@ -101,6 +101,17 @@ def test_the_papers_numbers_stand_beside_those_of_the_same_kernel(tmp_path):
     assert [cells[3] for cells in gains if cells[1] == "3.26 to 7.66 %"] == ["union8-regroup"]
 
 
+def test_a_peer_that_no_graph_can_hold_is_compared_among_eager_launches(tmp_path):
+    rows = suite_rows(captures=CAPTURES[:2])
+    for capture in CAPTURES[:2]:
+        rows += [row("union8", capture, mode="eager", complete_us=100.0),
+                 row("flashinfer-paged", capture, mode="eager", complete_us=400.0)]  # fmt: skip
+    results.write(tmp_path / "a.parquet", rows)
+    lines = documents.fill(PLACE.format("paper"), results.load(tmp_path)).splitlines()
+    (line,) = [line for line in lines if "flashinfer-paged" in line]
+    assert "eager launches" in line and line.split(" | ")[2] in ("3.98x", "3.99x", "4.00x", "4.01x", "4.02x")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

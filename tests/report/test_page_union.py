@@ -62,6 +62,17 @@ def test_rows_of_other_settings_are_not_taken(points, tmp_path):
         assert Study(points, (), frame.assign(**{column: other})).times == {}
 
 
+def test_times_of_the_session_that_measured_page_union_are_preferred(points, tmp_path):
+    rows = [
+        make_row("union8", "low", suite="made", complete_us=200.0) | {"complete_us": 200.0},
+        make_row("page-union", "low", suite="made", complete_us=300.0),
+        make_row("union8", "low", suite="made", complete_us=210.0, session="b", created_utc="2027-01-01")
+        | {"complete_us": 210.0},
+    ]
+    results.write(tmp_path / "x.parquet", rows)
+    assert Study(points, (), results.load(tmp_path)).time(points[0], "union8") == 200.0
+
+
 def test_the_break_even_is_interpolated_between_the_points_around_it(points):
     low, high = points
     assert break_even(points, lambda one: (30.0, 20.0) if one is low else (10.0, 20.0)) == pytest.approx(
