@@ -42,10 +42,10 @@ inline uint32_t max_f16x2(uint32_t a, uint32_t b) {
         return to_f16(std::fmax(from_f16(x), from_f16(y)));
     });
 }
-inline uint32_t max_nan_f16x2(uint32_t a, uint32_t b) {
+inline uint32_t min_nan_f16x2(uint32_t a, uint32_t b) {
     return by_halves(a, b, 0, [](uint16_t x, uint16_t y, uint16_t) {
         const float p = from_f16(x), q = from_f16(y);
-        return std::isnan(p) || std::isnan(q) ? F16_NAN : to_f16(std::max(p, q));
+        return std::isnan(p) || std::isnan(q) ? F16_NAN : to_f16(std::min(p, q));
     });
 }
 inline uint32_t cvt_f16x2(float low, float high) { return to_f16(low) | static_cast<uint32_t>(to_f16(high)) << 16; }
@@ -53,7 +53,6 @@ inline float cvt_f32_f16(uint16_t half) { return from_f16(half); }
 inline uint32_t cvt_f16x2_e4m3x2(uint16_t packed) {
     return cvt_f16x2(from_e4m3(packed & 0xff), from_e4m3(packed >> 8));
 }
-inline uint16_t cvt_e4m3x2_f16x2(uint32_t halves) { return cvt_e4m3x2(from_f16(halves), from_f16(halves >> 16)); }
 
 // bf16 -------------------------------------------------------------------------------------------
 
@@ -75,12 +74,4 @@ inline uint32_t max_s16x2(uint32_t a, uint32_t b) {
     return by_halves(a, b, 0, [](uint16_t x, uint16_t y, uint16_t) -> uint16_t {
         return std::max(static_cast<int16_t>(x), static_cast<int16_t>(y));
     });
-}
-inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
-    uint32_t out = __byte_perm(a, b, selector);
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t byte = 0xffu << 8 * i;
-        if (selector >> 4 * i & 8) out = out & (0x80u << 8 * i) ? out | byte : out & ~byte;
-    }
-    return out;
 }

@@ -67,6 +67,7 @@ template <typename T> T __shfl_xor_sync(unsigned, T own, int mask) {
 template <typename T> T __shfl_up_sync(unsigned, T own, int by) {
     return emulator::exchange(own, [=](T* all, int me) { return all[me >= by ? me - by : me]; });
 }
+inline uint32_t opaque(uint32_t value) { return value; }
 inline uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffff, value, 0); }
 inline unsigned __ballot_sync(unsigned, bool own) {
     return emulator::exchange(own, [](bool* all, int) {
@@ -242,6 +243,10 @@ inline void cp_async_bulk_multicast(uint32_t to, const void* from, uint32_t byte
     cp_async_bulk_to(to, from, bytes, barrier, ctas);
 }
 
+inline void cp_async_bulk_prefetch_l2(const void* from, uint32_t bytes) {
+    if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a prefetch of no 16-byte words");
+}
+
 // Matrix products --------------------------------------------------------------------------------
 
 inline void wgmma_fence() {}
@@ -332,6 +337,9 @@ inline void wgmma_m64n136k32_rs(float (&d)[68], const uint32_t* a, uint64_t b, i
 }
 inline void wgmma_m64n128k32_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     issue(d, nullptr, {128, false, accumulate != 0, true, a, b, 1});
+}
+inline void wgmma_m64n128k32_ss_first(float (&d)[64], uint64_t a, uint64_t b) {
+    issue(d, nullptr, {128, false, false, true, a, b, 1});
 }
 inline void wgmma_m64n128k32_f16_ss(uint32_t (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     issue(d, nullptr, {128, true, accumulate != 0, true, a, b, 1});

@@ -7,31 +7,34 @@
 // quantise the next task's Q while this one computes, one fetches tasks.
 // Rings: `STAGES` pages (K | V^T | ones), four task records with their page lists, two sets of Q tiles.
 //
-// Precision: rows.cuh holds the arithmetic of either, fast.cuh and accurate.cuh the consumers.
+// rows.cuh holds the arithmetic of either precision, attend.cuh the page loop.
 #include "records.cuh"
 #include "rows.cuh"
 
 constexpr int WARPGROUPS = 2;
-constexpr int STAGES = ACCURATE ? 4 : 5;
+constexpr int STAGES = ACCURATE ? 3 : 5;
 constexpr int TASK_BUFFERS = 4;
 constexpr int Q_BUFFERS = 2;
 constexpr int CONSUMERS = WARPGROUPS * 128;
 constexpr int THREADS = CONSUMERS + 128;
 // The service warpgroup gives registers up and the consumers take them: together no more than the launch had.
-constexpr int CONSUMER_REGISTERS = 224;
-constexpr int SERVICE_REGISTERS = 56;
+constexpr int CONSUMER_REGISTERS = ACCURATE ? 232 : 224;
+constexpr int SERVICE_REGISTERS = ACCURATE ? 40 : 56;
 constexpr int QUERY_LOADS = 4;  // row pairs a query warp has in flight
 constexpr int QUERY_WARPS = 2;
-constexpr int STAGE_BYTES = 2 * KEYS_BYTES + (ACCURATE ? 0 : ONES_BYTES);
+constexpr int STAGE_BYTES = KEYS_BYTES + VALUES_BYTES + (ACCURATE ? 0 : ONES_BYTES);
 constexpr int TASK_WORDS = sizeof(TaskRecord) / 4;
 constexpr int TASK_PAGES = WARPGROUPS * TILE_QUERIES * 16;  // a task's union at most: every query's 16 its own
+constexpr int TILE_STEPS = TILE_QUERIES * 16 + 1;  // the pages of one tile at most, and the end
 constexpr int TILE_WARPS = 4;
+constexpr int NO_MORE_TASKS = -1;                  // queries of the record that follows the last task
 
 // Shared memory, from a 1024-byte aligned base.
 constexpr int Q_OFFSET = STAGES * STAGE_BYTES;
 constexpr int SCALE_OFFSET = Q_OFFSET + Q_BUFFERS * WARPGROUPS * Q_PARTS * TILE_BYTES;
 constexpr int LIST_OFFSET = SCALE_OFFSET + Q_BUFFERS * WARPGROUPS * TILE_ROWS * 4;
-constexpr int TASK_OFFSET = LIST_OFFSET + TASK_BUFFERS * TASK_PAGES * sizeof(PageRecord);
+constexpr int STEPS_OFFSET = LIST_OFFSET + TASK_BUFFERS * TASK_PAGES * sizeof(PageRecord);
+constexpr int TASK_OFFSET = STEPS_OFFSET + TASK_BUFFERS * WARPGROUPS * TILE_STEPS * 8;
 constexpr int BARRIER_OFFSET = TASK_OFFSET + TASK_BUFFERS * sizeof(TaskRecord);
 constexpr int BARRIERS = 2 * STAGES + 2 * TASK_BUFFERS + 2 * Q_BUFFERS;
 constexpr int ISSUED_OFFSET = BARRIER_OFFSET + BARRIERS * 8;
@@ -41,9 +44,24 @@ static_assert(BARRIER_OFFSET % 8 == 0, "mbarriers are 8-byte aligned");
 
 extern "C" __constant__ int shared_bytes = SHARED_BYTES + 1024;
 
+/// One page that a tile walks: `fill` counts the pages copied by the CTA since the kernel began.
+struct Step {
+    uint32_t fill, place;  // see place_of; zeros mark the end
+};
+
+/// A page's logical id, the members of one tile (never none), and where it lies in the ring.
+__device__ __forceinline__ uint32_t place_of(uint32_t logical, uint32_t members, uint32_t fill) {
+    return logical | members << 16 | fill % STAGES << 20 | (fill / STAGES & 1) << 23;
+}
+
 struct Shared {
     uint8_t* base;
+    uint32_t address;  // of base
     __device__ uint8_t* stage(int s) const { return base + s * STAGE_BYTES; }
+    __device__ uint32_t stage_address(int s) const { return address + s * STAGE_BYTES; }
+    __device__ uint32_t tile_address(int buffer, int group) const {
+        return address + Q_OFFSET + (buffer * WARPGROUPS + group) * Q_PARTS * TILE_BYTES;
+    }
     __device__ uint8_t* q_tile(int buffer, int group) const {
         return base + Q_OFFSET + (buffer * WARPGROUPS + group) * Q_PARTS * TILE_BYTES;
     }
@@ -55,8 +73,11 @@ struct Shared {
     __device__ uint2* page_list(int buffer) const {
         return reinterpret_cast<uint2*>(base + LIST_OFFSET) + buffer * TASK_PAGES;
     }
+    __device__ Step* steps(int buffer, int group) const {
+        return reinterpret_cast<Step*>(base + STEPS_OFFSET) + (buffer * WARPGROUPS + group) * TILE_STEPS;
+    }
     __device__ volatile uint32_t* issued() const { return reinterpret_cast<volatile uint32_t*>(base + ISSUED_OFFSET); }
-    __device__ uint32_t barrier(int i) const { return smem_address(base + BARRIER_OFFSET) + 8 * i; }
+    __device__ uint32_t barrier(int i) const { return address + BARRIER_OFFSET + 8 * i; }
     __device__ uint32_t page_full(int s) const { return barrier(s); }
     __device__ uint32_t page_free(int s) const { return barrier(STAGES + s); }
     __device__ uint32_t task_full(int b) const { return barrier(2 * STAGES + b); }
@@ -74,31 +95,23 @@ __device__ __forceinline__ const TaskRecord* wait_task(const Shared& shared, int
 #include "queries.cuh"
 #include "service.cuh"
 #include "walk.cuh"
-#if ACCURATE
-#include "accurate.cuh"
-#else
-#include "fast.cuh"
-#endif
+#include "attend.cuh"
 
 /// One consumer warpgroup: its tile of every task.
 __device__ __forceinline__ void consume(const Shared& shared, const AttentionParams& params, int group) {
     const int warp = uniform((threadIdx.x & 127) / 32);
-    uint32_t issued = 0;
-    Walk walk{shared, group};
-    Page page = walk.next();
-    while (page.task >= 0) {
-        const int n = page.task, buffer = n % Q_BUFFERS;
+    for (int n = 0;; ++n) {
+        const TaskRecord* task = wait_task(shared, n);
+        if (static_cast<int>(uniform(task->queries)) == NO_MORE_TASKS) return;
+        const Owner owner = owner_of(task, group);
+        Walk walk(shared, n, group);
         wait_queries(shared, params, n, group);
-        const Owner owner = owner_of(shared, n, group);
-        const uint64_t tile = swizzle128_descriptor(smem_address(shared.q_tile(buffer, group)));
+        const uint64_t tile = swizzle128_descriptor(shared.tile_address(n % Q_BUFFERS, group));
         Rows rows;
-        begin_rows(rows, shared.row_factor(buffer, group));
+        begin_rows(rows, shared.row_factor(n % Q_BUFFERS, group));
         clear(rows);
-        // NOTE: a task without pages goes the way of all tasks. With a way of its own the compiler no longer
-        // takes `page` for one to the warp, and descriptors and branches cost 6 % more.
-        while (page.task == n && page.members != 0)
-            attend_run(shared, rows, walk, page, issued, tile, warp, owner.seen);
-        if (page.task == n) page = walk.next();
+        Page page = walk.next();
+        while (page.members != 0) attend_run(shared, rows, walk, page, tile, warp, owner.seen);
         finish_task(shared, params, rows, owner, n);
     }
 }
@@ -106,7 +119,8 @@ __device__ __forceinline__ void consume(const Shared& shared, const AttentionPar
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ TensorMap keys, const __grid_constant__ AttentionParams params) {
     extern __shared__ uint8_t dynamic[];
-    const Shared shared{dynamic + ((1024 - (smem_address(dynamic) & 1023)) & 1023)};
+    uint8_t* base = dynamic + ((1024 - (smem_address(dynamic) & 1023)) & 1023);
+    const Shared shared{base, opaque(uniform(smem_address(base)))};
     if (threadIdx.x == 0) {
         prefetch_tensormap(&keys);
         for (int s = 0; s < STAGES; ++s) {
@@ -126,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 #if !ACCURATE
     for (int at = threadIdx.x * 4; at < STAGES * ONES_BYTES; at += THREADS * 4)
-        *reinterpret_cast<uint32_t*>(shared.stage(at / ONES_BYTES) + 2 * KEYS_BYTES + at % ONES_BYTES) = 0x38383838;
+        *reinterpret_cast<uint32_t*>(shared.stage(at / ONES_BYTES) + KEYS_BYTES + VALUES_BYTES + at % ONES_BYTES) = 0x38383838;
     fence_proxy_async_shared();
 #endif
     __syncthreads();

@@ -24,6 +24,13 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
 /// reconvergence, and descriptors made of it live in uniform registers.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffff, value, 0); }
 
+/// The same value, which the compiler will not make again where it is used: it would ask for the CTA's place in
+/// its cluster every time an address is needed.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // Barriers ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
@@ -165,6 +172,11 @@ __device__ __forceinline__ void cp_async_bulk_multicast(uint32_t smem, const voi
         : "memory");
 }
 
+/// Brings `bytes` contiguous bytes of global memory into L2, ahead of their use.
+__device__ __forceinline__ void cp_async_bulk_prefetch_l2(const void* global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 /// Orders this thread's generic shared-memory writes before later reads by wgmma or the copy engine.
 __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -233,18 +245,11 @@ __device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
     return d;
 }
 
-/// The larger of two packed f16; NaN wins.
-__device__ __forceinline__ uint32_t max_nan_f16x2(uint32_t a, uint32_t b) {
+/// The smaller of two packed f16; NaN wins.
+__device__ __forceinline__ uint32_t min_nan_f16x2(uint32_t a, uint32_t b) {
     uint32_t d;
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
-}
-
-/// Packed f16 to packed e4m3, saturating to +-448; NaN stays NaN.
-__device__ __forceinline__ uint16_t cvt_e4m3x2_f16x2(uint32_t halves) {
-    uint16_t packed;
-    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(halves));
-    return packed;
 }
 
 /// Two floats to packed f16, `low` in the low half.
@@ -272,14 +277,6 @@ __device__ __forceinline__ uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t max_s16x2(uint32_t a, uint32_t b) {
     uint32_t d;
     asm("max.s16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
-
-/// Byte i of the result is the byte of {b, a} that nibble i of the selector names by its low three bits,
-/// or where the nibble's bit 3 is set that byte's sign in all eight bits.
-__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
-    uint32_t d;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
     return d;
 }
 
@@ -332,6 +329,28 @@ __device__ __forceinline__ void wgmma_m64n128k32_ss(float (&d)[64], uint64_t a, 
           "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
         : "l"(a), "l"(b), "r"(accumulate));
+}
+
+/// The same with d = A * B: the first step of a sum. d is an output only, see wgmma_m64n128k32_f16_ss_first.
+__device__ __forceinline__ void wgmma_m64n128k32_ss_first(float (&d)[64], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1;\n}\n"
+        :
+          "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
+          "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
+          "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
+          "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
+          "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]),
+          "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]),
+          "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
+          "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
+        : "l"(a), "l"(b));
 }
 
 /// wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3, A in registers: d += a * B, B at descriptor `b`.

@@ -2,8 +2,41 @@
 // consumers, each through a ring of its own.
 #pragma once
 
-/// Takes tasks from the queue, those with most work first, and publishes each with its page list, as far
-/// ahead as the ring allows. After the last one comes a record with queries = -1.
+/// Lists the pages of a task for each tile that has a member. A lane holds page 32 * i + lane in `list[i]`.
+__device__ __forceinline__ void list_steps(const Shared& shared, int buffer, const uint2 (&list)[TASK_PAGES / 32], int pages,
+                                           uint32_t first_fill) {
+    const int lane = threadIdx.x & 31;
+    int steps[WARPGROUPS] = {};
+#pragma unroll
+    for (int i = 0; i < TASK_PAGES / 32; ++i) {
+        if (32 * i >= pages) break;
+        const uint32_t word = 32 * i + lane < pages ? list[i].y : 0, fill = first_fill + 32 * i + lane;
+#pragma unroll
+        for (int group = 0; group < WARPGROUPS; ++group) {
+            const uint32_t members = word >> (16 + group * TILE_QUERIES) & ((1 << TILE_QUERIES) - 1);
+            const uint32_t found = __ballot_sync(0xffffffff, members != 0);
+            if (members)
+                shared.steps(buffer, group)[steps[group] + __popc(found & ((1u << lane) - 1))] = {
+                    fill, place_of(word & 0xffff, members, fill)};
+            steps[group] += __popc(found);
+        }
+    }
+#pragma unroll
+    for (int group = 0; group < WARPGROUPS; ++group)
+        if (lane == group) shared.steps(buffer, group)[steps[group]] = {0, 0};
+}
+
+/// Sends the Q rows of a task's slots on their way to L2. A lane holds word `lane` of the task's record.
+__device__ __forceinline__ void prefetch_queries(const AttentionParams& params, uint32_t word) {
+    constexpr int BYTES = GROUP_HEADS * HEAD_DIM * 2;
+    const int lane = threadIdx.x & 31;
+    const int head = __shfl_sync(0xffffffff, word, 2), query = __shfl_sync(0xffffffff, word, (4 + 2 * lane) & 31);
+    if (lane < WARPGROUPS * TILE_QUERIES && query >= 0)
+        cp_async_bulk_prefetch_l2(params.q + query * params.query_bytes + head * BYTES, BYTES);
+}
+
+/// Takes tasks from the queue, those with most work first, and publishes each with its page lists, as far
+/// ahead as the ring allows. After the last one comes a record with queries = NO_MORE_TASKS.
 __device__ __forceinline__ void stream_tasks(const Shared& shared, const AttentionParams& params) {
     const int lane = threadIdx.x & 31;
     TaskQueue& queue = *params.queue;
@@ -20,12 +53,13 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
     }
     const unsigned begin = end - own, total = __shfl_sync(0xffffffff, end, BUCKETS - 1);
 
+    uint32_t first_fill = 0;
     for (int n = 0;; ++n) {
         next = __shfl_sync(0xffffffff, next, 0);
         const bool last = next >= total;
         // Every CTA asks once too often; the last to do so leaves the counter ready for the next launch.
         if (lane == 0 && next == total + gridDim.x - 1) queue.next = 0;
-        uint32_t word = lane == 1 ? 0xffffffffu : 0u, tail = 0;
+        uint32_t word = lane == 1 ? static_cast<uint32_t>(NO_MORE_TASKS) : 0u, tail = 0;
         uint2 list[TASK_PAGES / 32] = {};
         // Of buckets that begin alike all but the last are empty.
         const int bucket = __popc(__ballot_sync(0xffffffff, begin <= next)) - 1;
@@ -49,9 +83,13 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
         if (lane < TASK_WORDS - 32) record[32 + lane] = tail;
 #pragma unroll
         for (int i = 0; i < TASK_PAGES / 32; ++i) shared.page_list(buffer)[32 * i + lane] = list[i];
+        const int pages = __shfl_sync(0xffffffff, word, 0);
+        list_steps(shared, buffer, list, pages, first_fill);
+        first_fill += pages;
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared.task_full(buffer));
         if (last) return;
+        prefetch_queries(params, word);
         if (lane == 0) next = take_one(&queue.next);
     }
 }
@@ -64,7 +102,7 @@ __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorM
     uint32_t fill = 0;
     for (int n = 0;; ++n) {
         const TaskRecord* task = wait_task(shared, n);
-        if (task->queries < 0) return;
+        if (task->queries == NO_MORE_TASKS) return;
         const int pages = task->pages, head = task->kv_head;
         const uint2* list = shared.page_list(n % TASK_BUFFERS);
         for (int page = 0; page < pages; ++page, ++fill) {
@@ -76,11 +114,11 @@ __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorM
                 absent += ((record.y >> (16 + group * TILE_QUERIES)) & 15) == 0 ? TILE_WARPS : 0;
             mbarrier_wait(shared.page_free(s), ((fill / STAGES) & 1) ^ 1);
             if (absent) mbarrier_arrive_count(shared.page_free(s), absent);
-            mbarrier_arrive_expect_tx(shared.page_full(s), 2 * KEYS_BYTES);
-            const uint32_t stage = smem_address(shared.stage(s));
+            mbarrier_arrive_expect_tx(shared.page_full(s), KEYS_BYTES + VALUES_BYTES);
+            const uint32_t stage = shared.stage_address(s);
             cp_async_bulk_tensor_4d(stage, &keys, 0, 0, head, record.x, shared.page_full(s));
-            const int64_t image = (static_cast<int64_t>(record.x) * params.kv_heads + head) * KEYS_BYTES;
-            cp_async_bulk(stage + KEYS_BYTES, params.values + image, KEYS_BYTES, shared.page_full(s));
+            const int64_t image = (static_cast<int64_t>(record.x) * params.kv_heads + head) * VALUES_BYTES;
+            cp_async_bulk(stage + KEYS_BYTES, params.values + image, VALUES_BYTES, shared.page_full(s));
             *shared.issued() = fill + 1;
         }
         mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
@@ -92,7 +130,7 @@ __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorM
 __device__ __forceinline__ void stream_queries(const Shared& shared, const AttentionParams& params, int warp) {
     for (int n = 0;; ++n) {
         const TaskRecord* task = wait_task(shared, n);
-        if (task->queries < 0) return;
+        if (task->queries == NO_MORE_TASKS) return;
         const int buffer = n % Q_BUFFERS;
         if (n >= Q_BUFFERS) mbarrier_wait(shared.q_free(buffer), (n / Q_BUFFERS + 1) & 1);
 #pragma unroll 1

@@ -94,20 +94,6 @@ __device__ __forceinline__ void subtract_channels(float (&x)[8], uint2 packed) {
     }
 }
 
-/// S = Q K^T: four products of 32 channels, after those of the residual tile.
-/// NOTE: the tensor core's accumulator truncates at every step, relative to its size: the small
-/// residual products go first, while the sum is small.
-template <bool RESIDUAL>
-__device__ __forceinline__ void multiply_keys(float (&scores)[SCORES], uint64_t tile, uint64_t residual_tile,
-                                              uint64_t keys) {
-    if constexpr (RESIDUAL) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) wgmma_m64n128k32_ss(scores, residual_tile + 2 * k, keys + 2 * k, k != 0);
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_m64n128k32_ss(scores, tile + 2 * k, keys + 2 * k, RESIDUAL || k != 0);
-}
-
 /// Replaces the scores of keys at or past `visible` (counted from the page's first token).
 /// NOTE: by selection, never by adding: the bytes behind a masked score may be NaN.
 __device__ __forceinline__ void mask_scores(float (&scores)[SCORES], int visible) {
@@ -152,21 +138,6 @@ __device__ __forceinline__ float row_sum(float lane_value) {
 __device__ __forceinline__ uint32_t pack_probabilities(const float (&p)[SCORES], int s, int i, int h) {
     const int j = 4 * s + 2 * h;
     return cvt_e4m3x4(p[4 * j + 2 * i], p[4 * j + 2 * i + 1], p[4 * (j + 1) + 2 * i], p[4 * (j + 1) + 2 * i + 1]);
-}
-
-/// The same fragment register as hi + lo e4m3, through f16: eleven bits, of which two e4m3 keep eight.
-__device__ __forceinline__ void split_probabilities(const float (&p)[SCORES], int s, int i, int h, uint32_t& high,
-                                                    uint32_t& low) {
-    high = low = 0;
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-        const int at = 4 * (4 * s + 2 * h + c) + 2 * i;
-        const uint32_t halves = cvt_f16x2(p[at], p[at + 1]);
-        const uint16_t taken = cvt_e4m3x2_f16x2(halves);
-        const uint32_t rest = add_f16x2(halves, cvt_f16x2_e4m3x2(taken) ^ 0x80008000u);
-        high |= static_cast<uint32_t>(taken) << (16 * c);
-        low |= static_cast<uint32_t>(cvt_e4m3x2_f16x2(rest)) << (16 * c);
-    }
 }
 
 /// Stores one tile row's output: the dim order of the V^T image gives every lane eight consecutive

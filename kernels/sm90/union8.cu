@@ -19,7 +19,7 @@ constexpr int CTAS = 2;
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 constexpr int CTAS_PER_SM = ACCURATE ? 2 : 3;
-constexpr int SLOT_BYTES = 2 * KEYS_BYTES + (ACCURATE ? 0 : ONES_BYTES);
+constexpr int SLOT_BYTES = KEYS_BYTES + VALUES_BYTES + (ACCURATE ? 0 : ONES_BYTES);
 static_assert(STAGES % CTAS == 0, "a slot is filled by the same CTA every time");
 
 // Shared memory, from a 1024-byte aligned base.
@@ -57,8 +57,8 @@ struct Copies {
         const int s = page % STAGES, use = page / STAGES;
         if (use > 0 && !mbarrier_test_wait(shared.empty(s), (use - 1) & 1)) return;
         cp_async_bulk_tensor_4d_multicast(shared.slot(s), &keys, 0, 0, head, row, shared.full(s), BOTH);
-        const int64_t image = (static_cast<int64_t>(row) * params.kv_heads + head) * KEYS_BYTES;
-        cp_async_bulk_multicast(shared.slot(s) + KEYS_BYTES, params.values + image, KEYS_BYTES, shared.full(s), BOTH);
+        const int64_t image = (static_cast<int64_t>(row) * params.kv_heads + head) * VALUES_BYTES;
+        cp_async_bulk_multicast(shared.slot(s) + KEYS_BYTES, params.values + image, VALUES_BYTES, shared.full(s), BOTH);
         page += CTAS;
         fetch();
     }
@@ -68,32 +68,9 @@ struct Copies {
 template <typename Beside>
 __device__ __forceinline__ void attend_page(Rows& rows, uint64_t tile, uint64_t keys, bool live, int visible,
                                             Beside beside) {
-    const uint64_t values = keys + KEYS_BYTES / 16;
+    Score scores[SCORE_REGISTERS];
+    uint32_t probabilities[32], packed[FRAGMENT_REGISTERS];
     float correction[2];
-#if ACCURATE
-    float scores[SCORES], product[SCORES];
-    uint32_t high[16], low[16];
-    wgmma_fence();
-    multiply_keys<true>(scores, tile, tile + TILE_BYTES / 16, keys);
-    wgmma_commit_group();
-    beside();
-    wgmma_wait_group<0>();
-    pin(scores);
-    if (live) {
-        exponentiate(rows, scores, visible, correction, high, low);
-    } else {
-#pragma unroll
-        for (int at = 0; at < 16; ++at) high[at] = low[at] = 0;
-    }
-    wgmma_fence();
-    multiply_values(product, high, low, values);
-    wgmma_commit_group();
-    beside();
-    wgmma_wait_group<0>();
-    pin(product);
-    if (live) accumulate(rows, product, correction);
-#else
-    uint32_t scores[HALF_SCORES], codes[HALF_SCORES], packed[16];
     wgmma_fence();
     multiply_keys(scores, tile, keys);
     wgmma_commit_group();
@@ -101,16 +78,15 @@ __device__ __forceinline__ void attend_page(Rows& rows, uint64_t tile, uint64_t 
     wgmma_wait_group<0>();
     pin(scores);
     bool moved = false;
-    if (live) moved = exponentiate(rows, scores, codes, visible, correction);
+    if (live) moved = exponentiate(rows, scores, probabilities, visible, correction);
     if (moved) rescale(rows, correction);
-    pack_page(packed, codes, live);
+    pack_page(packed, probabilities, live);
     wgmma_fence();
-    multiply_values(rows, packed, values);
+    multiply_values(rows, packed, keys + KEYS_BYTES / 16);
     wgmma_commit_group();
     beside();
     wgmma_wait_group<0>();
     pin(rows.o);
-#endif
 }
 
 extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, CTAS_PER_SM)
@@ -140,7 +116,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     const PageRecord* list = params.page_records + static_cast<int64_t>(task) * params.record_stride;
     Copies copies{list, pages, head, rank, 0};
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES && s < pages; ++s) mbarrier_arrive_expect_tx(shared.full(s), 2 * KEYS_BYTES);
+        for (int s = 0; s < STAGES && s < pages; ++s) mbarrier_arrive_expect_tx(shared.full(s), KEYS_BYTES + VALUES_BYTES);
         copies.fetch();
     }
     __syncwarp();
@@ -155,7 +131,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     load_query(q_tile, row_factor, params.q, params.query_bytes, query, head, warp, params.scale_log2);
 #if !ACCURATE
     for (int at = threadIdx.x * 4; at < STAGES * ONES_BYTES; at += THREADS * 4)
-        *reinterpret_cast<uint32_t*>(dynamic + at / ONES_BYTES * SLOT_BYTES + 2 * KEYS_BYTES + at % ONES_BYTES) = 0x38383838;
+        *reinterpret_cast<uint32_t*>(dynamic + at / ONES_BYTES * SLOT_BYTES + KEYS_BYTES + VALUES_BYTES + at % ONES_BYTES) = 0x38383838;
 #endif
     fence_proxy_async_shared();
     __syncthreads();
@@ -178,7 +154,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
             // NOTE: this page may still be this thread's to copy, so it must not just wait.
             while (!mbarrier_test_wait(shared.full(s), parity)) copies.advance(shared, keys, params);
             // The phase is over, so this arms the next; its copy waits for every warp's release below.
-            if (page + STAGES < pages) mbarrier_arrive_expect_tx(shared.full(s), 2 * KEYS_BYTES);
+            if (page + STAGES < pages) mbarrier_arrive_expect_tx(shared.full(s), KEYS_BYTES + VALUES_BYTES);
         }
         __syncwarp();
         mbarrier_wait(shared.full(s), parity);

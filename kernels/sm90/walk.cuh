@@ -2,38 +2,46 @@
 // ring, when they may be read and released.
 #pragma once
 
-/// One page of the walk. `fill` counts the pages copied by this CTA since the kernel began.
+/// One page of the walk, alike in all lanes.
 struct Page {
-    uint32_t fill;
-    int task;     // counts the tasks of this CTA; -1 = the walk has ended
+    uint32_t fill;  // counts the pages copied by this CTA since the kernel began
     int logical;
-    int members;  // this tile's four bits of the membership mask; 0 = the task has no page of this tile
+    int members;  // this tile's four bits of the membership mask; 0 = the tile has no more pages in this task
     uint32_t stage, phase;
 };
+
+__device__ __forceinline__ Page page_of(uint32_t fill, uint32_t place) {
+    return {fill, static_cast<int>(place & 0xffff), static_cast<int>(place >> 16 & 15), place >> 20 & 7, place >> 23};
+}
 
 /// What a warp needs of a task beside its pages.
 struct Owner {
     int query, head, seen;
 };
 
-__device__ __forceinline__ Owner owner_of(const Shared& shared, int n, int group) {
-    const TaskRecord* task = shared.task(n % TASK_BUFFERS);
+__device__ __forceinline__ Owner owner_of(const TaskRecord* task, int group) {
     const SlotRecord slot = task->slots[group * TILE_QUERIES + (threadIdx.x & 127) / 32];
     return {slot.query, task->kv_head, slot.visible};
 }
 
-/// Waits until a page may be read. `issued` is how many copies this warp knows to have begun.
+/// Whether a page may be read, without waiting: one answer for the warp. `issued` is how many copies are known to have begun.
 /// NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some. That the page's own
 /// copy has begun proves the stage's earlier phase over: only then is the parity unambiguous.
-__device__ __forceinline__ void wait_page(const Shared& shared, uint32_t& issued, const Page& page) {
-    while (static_cast<int>(issued - page.fill) <= 0) issued = uniform(*shared.issued());
+__device__ __forceinline__ bool page_ready(const Shared& shared, uint32_t issued, const Page& page) {
+    const bool ready = static_cast<int>(issued - page.fill) > 0 && mbarrier_test_wait(shared.page_full(page.stage), page.phase);
+    return __all_sync(0xffffffff, ready);
+}
+
+/// Waits until a page may be read.
+__device__ __forceinline__ void wait_page(const Shared& shared, const Page& page) {
+    while (static_cast<int>(uniform(*shared.issued()) - page.fill) <= 0) {}
     mbarrier_wait(shared.page_full(page.stage), page.phase);
 }
 
 /// Whether `page` may be held while `after` is waited for.
 /// NOTE: a page STAGES or more fills ahead needs a stage at or behind this one: holding it would wait forever.
 __device__ __forceinline__ bool may_hold(const Page& page, const Page& after) {
-    return after.members != 0 && after.task == page.task && after.fill - page.fill < STAGES;
+    return after.members != 0 && after.fill - page.fill < STAGES;
 }
 
 /// This warp has read the page for the last time.
@@ -81,57 +89,24 @@ __device__ __forceinline__ void finish_task(const Shared& shared, const Attentio
     if (owner.query >= 0) store_rows(rows, output_of(params, owner), params.v_scale);
 }
 
-/// The pages that this warpgroup's queries selected, task after task. All lanes hold the same state.
-/// NOTE: a task without any is handed out as a page without members, not finished on the way: that waits
-/// for its Q tile, whose place the task still in hand may occupy.
+/// The pages of one task that this warpgroup's queries selected, from the list that stream_tasks made.
+/// A step is read a page ahead of its use, so that its way from shared memory costs no time.
 struct Walk {
-    const Shared& shared;
-    int group;
-    int task = -1;            // the task being walked
-    int pages = 0;            // of it
-    int batch = 0;            // first page of the 32 that `mine` holds, one a lane
-    uint32_t first_fill = 0;  // of the task
-    uint32_t mine = 0;        // logical id and membership mask
-    uint32_t live = 0;        // lanes whose page is this tile's and still to come
-    bool met = true;          // the task has been handed out at least once
+    const volatile uint32_t* counter;
+    const Step* list;
+    Step upcoming;
+    uint32_t issued;  // copies begun when the last step was read
 
-    __device__ __forceinline__ void load() {
-        const int at = batch + static_cast<int>(threadIdx.x & 31);
-        mine = at < pages ? shared.page_list(task % TASK_BUFFERS)[at].y : 0;
-        live = __ballot_sync(0xffffffff, ((mine >> (16 + group * TILE_QUERIES)) & 15) != 0);
-    }
+    __device__ __forceinline__ Walk(const Shared& shared, int n, int group)
+        : counter(shared.issued()), list(shared.steps(n % TASK_BUFFERS, group)), upcoming(*list), issued(0) {}
 
     __device__ __forceinline__ Page next() {
-        uint32_t word = 0, fill = 0;
-        int of = task;
-        while (uniform(live) == 0) {
-            batch += 32;
-            if (batch < pages) {
-                load();
-            } else if (!met) {
-                break;
-            } else {
-                first_fill += pages;
-                const TaskRecord* record = wait_task(shared, ++task);
-                const bool ended = record->queries < 0;
-                of = ended ? -1 : task;
-                pages = ended ? 0 : record->pages;
-                batch = 0;
-                met = ended;
-                load();
-                if (ended) break;
-            }
-        }
-        met = true;
-        if (live != 0) {
-            const int lane = __ffs(live) - 1;
-            live &= live - 1;
-            word = __shfl_sync(0xffffffff, mine, lane);
-            fill = first_fill + batch + lane;
-        }
-        // Broadcast here, behind every branch: what is made of a page is one for the warp to the compiler too.
-        word = uniform(word), fill = uniform(fill), of = uniform(of);
-        const int members = (word >> (16 + group * TILE_QUERIES)) & 15;
-        return {fill, of, static_cast<int>(word & 0xffff), members, fill % STAGES, (fill / STAGES) & 1};
+        // Broadcast, so that what is made of a page is one for the warp to the compiler too: branches need no
+        // reconvergence, and descriptors live in uniform registers.
+        const Page page = page_of(uniform(upcoming.fill), uniform(upcoming.place));
+        if (page.members != 0) ++list;  // the end is read again and again
+        upcoming = *list;
+        issued = *counter;
+        return page;
     }
 };

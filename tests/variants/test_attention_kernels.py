@@ -27,19 +27,23 @@ DESIGN_NAMES = [(name, precision) for name in DESIGNS for precision in DESIGNS[n
 LIMIT = {"fast": 7e-2, "accurate": 3e-3}
 
 
-def images_of(call: SparsePrefillCall) -> np.ndarray:
+def images_of(call: SparsePrefillCall, value_bytes: int) -> np.ndarray:
     """V^T images of every page by the definition of their format (pack_values.cuh)."""
     stored = call.v.contiguous().view(torch.uint8).numpy()
-    clean = np.where((stored & 0x7F) == 0x7F, 0, stored)
-    row = slot = np.arange(PAGE)
-    s, h, t, c, q = slot >> 5, slot >> 4 & 1, slot >> 2 & 3, slot >> 1 & 1, slot & 1
-    token = 32 * s + 16 * h + 8 * c + 2 * t + q
+    clean = np.where((stored & 0x7F) == 0x7F, 0, stored).swapaxes(2, 3)
+    row = np.arange(PAGE)
     g, j, t, q = row >> 5, row >> 3 & 3, row >> 1 & 3, row & 1
-    channel = 32 * g + 8 * t + 2 * j + q
-    straight = clean.swapaxes(2, 3)[:, :, channel][:, :, :, token]
-    place = ((slot[None] >> 4) ^ (row[:, None] & 7)) << 4 | (slot[None] & 15)
-    images = np.empty_like(straight)
-    np.put_along_axis(images, np.broadcast_to(place, straight.shape), straight, axis=3)
+    clean = clean[:, :, 32 * g + 8 * t + 2 * j + q]
+    byte = np.arange(PAGE)
+    if value_bytes == 1:
+        s, h, t, c, q = byte >> 5, byte >> 4 & 1, byte >> 2 & 3, byte >> 1 & 1, byte & 1
+        halves = clean[:, :, None, :, 32 * s + 16 * h + 8 * c + 2 * t + q]
+    else:
+        numbers = torch.from_numpy(clean.copy()).view(torch.float8_e4m3fn).half().numpy()
+        halves = np.stack([numbers[..., :64], numbers[..., 64:]], axis=2).view(np.uint8)
+    place = ((byte[None] >> 4) ^ (row[:, None] & 7)) << 4 | (byte[None] & 15)
+    images = np.empty_like(halves)
+    np.put_along_axis(images, np.broadcast_to(place, halves.shape), halves, axis=4)
     return np.ascontiguousarray(images)
 
 
@@ -109,7 +113,7 @@ class Attention:
 
     def __init__(self, program: Program, design: Design, call: SparsePrefillCall, tasks: Tasks) -> None:
         self.program, self.design, self.call, self.tasks = program, design, call, tasks
-        self.images = images_of(call)
+        self.images = images_of(call, design.value_bytes)
         self.out = torch.full_like(call.q, torch.nan)
 
     def run(self, blocks: int = 2, seed: int = 1, laggard: int = -1) -> torch.Tensor:
