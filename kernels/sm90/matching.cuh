@@ -7,7 +7,7 @@
 #include "window.cuh"
 
 #ifndef SWEEPS
-#define SWEEPS 2  // times that all pairs meet: MATCHING_SWEEPS of the oracle
+#define SWEEPS 1  // times that all pairs meet: MATCHING_SWEEPS of the oracle
 #endif
 static_assert(WINDOW <= 64 && GROUP == 4, "quads of a window of 64 rows");
 
@@ -144,6 +144,7 @@ __device__ __forceinline__ void arrange(const unsigned char (*shared)[STRIDE], i
     int overlap = (x >> OVERLAP) + (y >> OVERLAP);
 #pragma unroll
     for (int step = PLACES / 2; step > 0; step /= 2) overlap += __shfl_xor_sync(ALL_LANES, overlap, step);
+    if (start >= STARTS) return;  // lanes that only make the warp whole
     if (place == 0) matching.overlap[start] = overlap;
     matching.found[start][2 * place] = x;
     matching.found[start][2 * place + 1] = y;
@@ -194,7 +195,7 @@ __device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int s
     for (int page = threadIdx.x; page < scratch.pages; page += BLOCK) matching.members_of_pairs[page] = 0;
     if (threadIdx.x >= rows && threadIdx.x < size) scratch.pick[threadIdx.x] = threadIdx.x;
     __syncthreads();
-    if (warp < STARTS * COLUMNS / 4 / 32) arrange<COLUMNS / 4>(matching.shared_of_rows, 2 * quads, matching);
+    if (warp < divide_up(STARTS * COLUMNS / 4, 32)) arrange<COLUMNS / 4>(matching.shared_of_rows, 2 * quads, matching);
     __syncthreads();
     if (warp == 0) settle_pairs(matching, rows);
     __syncthreads();
@@ -208,7 +209,7 @@ __device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int s
     __syncthreads();
     if (warp < COLUMNS / 32) count_shared_of_pairs(scratch);
     __syncthreads();
-    if (warp < STARTS * COLUMNS / 8 / 32) arrange<COLUMNS / 8>(matching.shared_of_pairs, quads, matching);
+    if (warp < divide_up(STARTS * COLUMNS / 8, 32)) arrange<COLUMNS / 8>(matching.shared_of_pairs, quads, matching);
     __syncthreads();
     if (warp == 0) settle_quads(scratch, quads);
     __syncthreads();

@@ -38,7 +38,10 @@ static_assert(WINDOW >= 1 && WINDOW <= 128 && GROUP >= 1, "one warp holds the wi
 constexpr unsigned short NO_PAGE = 0xffff;
 // Warps that turn groups into tasks: while the greedy search goes on, or all of them after the matching.
 constexpr int EMITTERS = MATCHING ? BLOCK / 32 : 3;
-constexpr int STARTS = 8;  // arrangements that the matching improves side by side: MATCHING_STARTS of the oracle
+#ifndef MATCHING_STARTS
+#define MATCHING_STARTS 4
+#endif
+constexpr int STARTS = MATCHING_STARTS;  // arrangements that the matching improves side by side, as many as its oracle
 
 /// What the search by matching notes. Rows of the tables of shared pages are padded, so that those of
 /// neighbouring items begin in different banks.
