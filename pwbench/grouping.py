@@ -23,7 +23,7 @@ SUBGROUP = 4
 """Slots whose 4 x 16 query heads fill the 64 rows of one tensor-core round."""
 MATCHING_WINDOW = 64
 """Query rows of a window that `match` searches at once."""
-MATCHING_STARTS = 4
+MATCHING_STARTS = 8
 """Arrangements that `match` improves side by side; the best is kept."""
 MATCHING_SWEEPS = 1
 """Times that an arrangement has every two of its pairs meet."""

@@ -2,15 +2,14 @@
 // consumers, each through a ring of its own.
 #pragma once
 
-/// Lists the pages of a task for each tile that has a member. A lane holds page 32 * i + lane in `list[i]`.
-__device__ __forceinline__ void list_steps(const Shared& shared, int buffer, const uint2 (&list)[TASK_PAGES / 32], int pages,
-                                           uint32_t first_fill) {
+/// Lists the pages of a task for each tile that has a member.
+__device__ __forceinline__ void list_steps(const Shared& shared, int buffer, int pages, uint32_t first_fill) {
     const int lane = threadIdx.x & 31;
+    const uint2* list = shared.page_list(buffer);
     int steps[WARPGROUPS] = {};
-#pragma unroll
-    for (int i = 0; i < TASK_PAGES / 32; ++i) {
-        if (32 * i >= pages) break;
-        const uint32_t word = 32 * i + lane < pages ? list[i].y : 0, fill = first_fill + 32 * i + lane;
+    for (int first = 0; first < pages; first += 32) {
+        const int at = first + lane;
+        const uint32_t word = at < pages ? list[at].y : 0, fill = first_fill + at;
 #pragma unroll
         for (int group = 0; group < WARPGROUPS; ++group) {
             const uint32_t members = word >> (16 + group * TILE_QUERIES) & ((1 << TILE_QUERIES) - 1);
@@ -81,10 +80,14 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
         uint32_t* record = reinterpret_cast<uint32_t*>(shared.task(buffer));
         record[lane] = word;
         if (lane < TASK_WORDS - 32) record[32 + lane] = tail;
-#pragma unroll
-        for (int i = 0; i < TASK_PAGES / 32; ++i) shared.page_list(buffer)[32 * i + lane] = list[i];
         const int pages = __shfl_sync(0xffffffff, word, 0);
-        list_steps(shared, buffer, list, pages, first_fill);
+        // From the last page to the first: a query attends most to what is near it, and the softmax is cheapest
+        // when its largest logits come first (see exponentiate).
+#pragma unroll
+        for (int i = 0; i < TASK_PAGES / 32; ++i)
+            if (32 * i + lane < pages) shared.page_list(buffer)[pages - 1 - (32 * i + lane)] = list[i];
+        __syncwarp();
+        list_steps(shared, buffer, pages, first_fill);
         first_fill += pages;
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared.task_full(buffer));

@@ -6,7 +6,9 @@
 //
 // Products follow each other in order; the other CTAs of the multiprocessor fill the gaps.
 //
-// Page j goes into slot j % STAGES of both CTAs and is copied by one thread of CTA j % 2: they take turns.
+// Pages are walked from the last to the first: a query attends most to what is near it, and the softmax is
+// cheapest when its largest logits come first. The j-th of them goes into slot j % STAGES of both CTAs and
+// is copied by one thread of CTA j % 2: they take turns.
 //   full[slot]   in each CTA: that CTA's thread arms it, the copy completes it.
 //   empty[slot]  in the CTA that fills the slot: every warp of the cluster has read the page.
 // A warp waits for `full` and arrives on `empty` for every page, skipped ones too: parity tells only
@@ -47,7 +49,7 @@ struct Copies {
     int row;   // and where it lies, fetched ahead
 
     __device__ __forceinline__ void fetch() {
-        if (page < pages) row = __ldg(&list[page].row);
+        if (page < pages) row = __ldg(&list[pages - 1 - page].row);
     }
 
     /// Copies the next page if both CTAs are done with what its slot held; never waits.
@@ -142,14 +144,14 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     const uint64_t tile = swizzle128_descriptor(smem_address(q_tile));
     // Logical page and membership, one page ahead of use.
     const uint32_t* words = reinterpret_cast<const uint32_t*>(list) + 1;
-    uint32_t upcoming = pages > 0 ? __ldg(words) : 0;
+    uint32_t upcoming = pages > 0 ? __ldg(words + 2 * (pages - 1)) : 0;
     const auto beside = [&] {
         if (threadIdx.x == 0) copies.advance(shared, keys, params);
     };
     for (int page = 0; page < pages; ++page) {
         const uint32_t word = uniform(upcoming), parity = (page / STAGES) & 1;
         const int s = page % STAGES;
-        if (page + 1 < pages) upcoming = __ldg(words + 2 * (page + 1));
+        if (page + 1 < pages) upcoming = __ldg(words + 2 * (pages - 2 - page));
         if (threadIdx.x == 0) {
             // NOTE: this page may still be this thread's to copy, so it must not just wait.
             while (!mbarrier_test_wait(shared.full(s), parity)) copies.advance(shared, keys, params);

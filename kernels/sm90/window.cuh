@@ -39,7 +39,7 @@ constexpr unsigned short NO_PAGE = 0xffff;
 // Warps that turn groups into tasks: while the greedy search goes on, or all of them after the matching.
 constexpr int EMITTERS = MATCHING ? BLOCK / 32 : 3;
 #ifndef MATCHING_STARTS
-#define MATCHING_STARTS 4
+#define MATCHING_STARTS 8
 #endif
 constexpr int STARTS = MATCHING_STARTS;  // arrangements that the matching improves side by side, as many as its oracle
 
