@@ -204,14 +204,14 @@ def test_groups_of_four_pair_up_to_unions_of_eight():
 @pytest.mark.parametrize(
     ("rows", "heads", "pages", "precision", "order"),
     [
-        (4001, 1, 257, "fast", "online"),
-        (3999, 1, 257, "fast", "original"),
-        (8192, 1, 256, "fast", "original"),
-        (9001, 1, 256, "fast", "online"),
-        (8192, 1, 64, "accurate", "online"),
-        (2048, 1, 64, "accurate", "original"),
-        (1024, 4, 65, "fast", "online"),
-        (1024, 4, 64, "fast", "original"),
+        (5201, 1, 257, "fast", "online"),
+        (5199, 1, 257, "fast", "original"),
+        (11599, 1, 256, "fast", "original"),
+        (11601, 1, 256, "fast", "online"),
+        (8300, 1, 64, "accurate", "online"),
+        (8192, 1, 64, "accurate", "original"),
+        (1301, 4, 65, "fast", "online"),
+        (1301, 4, 64, "fast", "original"),
         (0, 4, 1000, "fast", "original"),
     ],
 )
