@@ -7,8 +7,8 @@ from pwbench.variants._union import Order, UnionVariant
 SAVED_US = {"fast": 0.0010, "accurate": 0.0014}
 """What the search saves for each row and KV head, microseconds on an H200: 4 to 5 % of attention."""
 SEARCH_US, HIDDEN_SEARCH_US = 11.6, 5.2
-"""What it costs the call, whatever the rows, since all windows are searched side by side: most of its 14 us, or
-less where it hides behind the making of more than SEARCH_HIDES_IMAGES V images."""
+"""What it costs the call, whatever the rows, since all windows are searched side by side: most of its 14 us,
+or less where it hides behind the making of more than SEARCH_HIDES_IMAGES V images."""
 SEARCH_HIDES_IMAGES = 256
 
 
