@@ -26,7 +26,7 @@ from pwbench.report.tables import ACCURATE, clock, times, worst
 from pwbench.results import STAGES, Row
 
 _WIDTH, _PITCH = 4.2, 0.33
-_NAMES = ("ink", "muted", "grid", "good", "bad", "base", "before", "after", "gap", *STAGES)
+_NAMES = ("ink", "muted", "grid", "good", "bad", "base", "before", "after", "gap", "bg", *STAGES)
 # A colour nobody uses stands for each CSS variable until the drawing is text.
 _TOKEN = {name: f"#0102{index:02x}" for index, name in enumerate(_NAMES, 16)}
 _RC = {
@@ -40,7 +40,8 @@ _HEAD = (
     r'<svg viewBox="\1" role="img" xmlns="http://www.w3.org/2000/svg" '
     r'xmlns:xlink="http://www.w3.org/1999/xlink">'
 )
-_LABELS: dict[str, Any] = {"ha": "left", "va": "bottom", "fontsize": 7.5}
+_UNDER = {"facecolor": _TOKEN["bg"], "edgecolor": "none", "pad": 0.4}  # lines do not strike through a label
+_LABELS: dict[str, Any] = {"ha": "left", "va": "bottom", "fontsize": 7.5, "zorder": 2.5, "bbox": _UNDER}
 
 
 def speedups(scope: Scope) -> str:
@@ -59,12 +60,11 @@ def speedups(scope: Scope) -> str:
             colour = _TOKEN[_colour(scope, contender)]
             mean = scope.geomeans[contender]
             _label(axes, place, scope.named(contender), f"{times(mean.value)}{_plus_minus(mean)}")
-            ratios = [
-                scope.speedups[contender, c] for c in scope.captures if (contender, c) in scope.speedups
-            ]
-            spread = np.linspace(-0.12, 0.12, len(ratios)) if len(ratios) > 1 else [0.0]
-            for offset, ratio in zip(spread, ratios, strict=True):
-                _point(axes, ratio, place + offset, colour, "o", 2.2, 0.55)
+            captures = [c for c in scope.captures if (contender, c) in scope.speedups]
+            spread = np.linspace(-0.12, 0.12, len(captures)) if len(captures) > 1 else [0.0]
+            for offset, capture in zip(spread, captures, strict=True):
+                own = _TOKEN[_colour(scope, contender, capture)]
+                _point(axes, scope.speedups[contender, capture], place + offset, own, "o", 2.2, 0.55)
             _point(axes, mean, place, colour, "D", 4.5, 1.0)
         return _svg(figure, f"Speed-ups over {scope.baseline}: geomean and every capture")
 
@@ -78,7 +78,7 @@ def capture_speedups(scope: Scope, capture: str) -> str:
         for place, contender in enumerate(shown):
             ratio = scope.speedups[contender, capture]
             _label(axes, place, scope.named(contender), f"{times(ratio.value)}{_plus_minus(ratio)}")
-            axes.barh(place, ratio.value, 0.34, color=_TOKEN[_colour(scope, contender)])
+            axes.barh(place, ratio.value, 0.34, color=_TOKEN[_colour(scope, contender, capture)])
             if ratio.known:
                 ends = [[max(ratio.value - ratio.low, 0.0)], [max(ratio.high - ratio.value, 0.0)]]
                 axes.errorbar(ratio.value, place, xerr=ends, color=_TOKEN["ink"], capsize=2.5, linewidth=0.9)
@@ -277,6 +277,7 @@ def _annotate(axes: Axes, height: float, points: list[tuple[float, float, str]])
             va="center",
             arrowprops={
                 "arrowstyle": "-",
+                "relpos": (0, 0.5),
                 "color": _TOKEN["muted"],
                 "linewidth": 0.5,
                 "shrinkB": 3,
@@ -309,10 +310,16 @@ def _plain_ticks(axes: Axes, log: bool, vertical: bool = False) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _colour(scope: Scope, contender: Contender) -> str:
+def _colour(scope: Scope, contender: Contender, capture: str | None = None) -> str:
+    """The colour of the verdict over the suite, or on one capture."""
     if contender.variant == scope.baseline:
         return "base"
-    return {"faster": "good", "slower": "bad"}.get(scope.says(contender), "before")
+    says = scope.says(contender)
+    if capture is not None:
+        rows = (scope.cells[contender, capture], scope.base_row(contender, capture))
+        floor = scope.floor(row for row in rows if row is not None)
+        says = stats.verdict(scope.speedups[contender, capture].inverse(), floor).lower()
+    return {"faster": "good", "slower": "bad"}.get(says, "before")
 
 
 def _plus_minus(ratio: stats.Ratio) -> str:

@@ -87,6 +87,7 @@ def _why(scope: Scope, best: Contender) -> str:
         f"Of its mean {write(new[0])} {unit} per call, attention takes {write(new[1])}"
         + (f", search {write(new[2])}" if new[2] else "")
         + (f", metadata {write(new[3])}" if new[3] else "")
+        + (" (stages overlap)" if sum(new[1:]) > new[0] else "")
         + f"; {scope.baseline} takes {write(old[0])}."
     )
     visits = [row["union_pages"] for _, row in pairs]
@@ -130,6 +131,8 @@ def _how_accurate(scope: Scope, best: Contender, rivals: list[Contender]) -> str
     base = [c for c in scope.contenders if c.variant == scope.baseline]
     theirs = worst((row for c in base for row in scope.rows_of(c)), "rel_l2")
     text += f", {scope.baseline}'s {error(theirs)}." if theirs is not None else "."
+    if all(row["tensors"] == "seeded" for row in scope.rows_of(best)):
+        text += " Q and KV were seeded random values, not the model's own."
     cache = worst(scope.rows_of(best), "fp8_cache_rel_l2")
     if cache is not None:
         text += f" Storing K and V in FP8 alone costs {error(cache)}."

@@ -144,7 +144,7 @@ def _purposes(captures: str | Path | None) -> dict[str, str]:
     from pwbench.suites import load_suites
 
     try:
-        return {name: suite.purpose for name, suite in load_suites(path).items()}
+        return {name: suite.purpose.replace("`", "") for name, suite in load_suites(path).items()}
     except PwbenchError:
         return {}  # the page does without; `pwbench suites` names what is wrong
 
