@@ -10,6 +10,7 @@ page ids of every query row, -1 last, ``[Hkv, total_q, K]`` int32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,14 +100,9 @@ def regroup(supports: np.ndarray, cu_seqlens_q: np.ndarray, window: int = 128, g
         raise InputError(f"window is {window} and group is {group}, expected both to be at least 1.")
     kv_heads, total_q, _ = supports.shape
     bounds = _checked_bounds(cu_seqlens_q, total_q)
-    begin, size = _windows(bounds, window)
-    begins = np.tile(begin, kv_heads)
-    sizes = np.tile(size, kv_heads)
-    heads = np.repeat(np.arange(kv_heads), len(begin))
     order = np.empty((kv_heads, total_q), dtype=np.int32)
-    for first in range(0, len(begins), _WINDOWS_AT_ONCE):
-        part = slice(first, first + _WINDOWS_AT_ONCE)
-        _search(supports, heads[part], begins[part], sizes[part], group, order)
+    for part in _window_parts(bounds, kv_heads, window):
+        _search(supports, *part, group, order)
     return order
 
 
@@ -118,6 +114,18 @@ def _windows(bounds: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
     nth = np.arange(len(request)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
     begin = bounds[:-1][request] + nth * window
     return begin, np.minimum(bounds[1:][request] - begin, window)
+
+
+def _window_parts(
+    bounds: np.ndarray, kv_heads: int, window: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """KV head, first row and length of all search windows, `_WINDOWS_AT_ONCE` at a time."""
+    begin, size = _windows(bounds, window)
+    heads = np.repeat(np.arange(kv_heads), len(begin))
+    begins, sizes = np.tile(begin, kv_heads), np.tile(size, kv_heads)
+    for first in range(0, len(begins), _WINDOWS_AT_ONCE):
+        part = slice(first, first + _WINDOWS_AT_ONCE)
+        yield heads[part], begins[part], sizes[part]
 
 
 def _search(
@@ -191,13 +199,9 @@ def match(supports: np.ndarray, cu_seqlens_q: np.ndarray, window: int = MATCHING
         raise InputError(f"window is {window}, expected 1 to {MATCHING_WINDOW}.")
     kv_heads, total_q, _ = supports.shape
     bounds = _checked_bounds(cu_seqlens_q, total_q)
-    begin, size = _windows(bounds, window)
-    begins, sizes = np.tile(begin, kv_heads), np.tile(size, kv_heads)
-    heads = np.repeat(np.arange(kv_heads), len(begin))
     order = identity_order(kv_heads, total_q)
-    for first in range(0, len(begins), _WINDOWS_AT_ONCE):
-        part = slice(first, first + _WINDOWS_AT_ONCE)
-        _match_windows(supports, heads[part], begins[part], sizes[part], order)
+    for part in _window_parts(bounds, kv_heads, window):
+        _match_windows(supports, *part, order)
     return order
 
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void clear(Rows& rows) {
 }
 
 __device__ __forceinline__ void begin_rows(Rows& rows, const uint32_t* row_factor) {
-    const int row = (threadIdx.x & 127) / 32 * GROUP_HEADS + (threadIdx.x & 31) / 4;
+    const int row = first_row();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         rows.factor[i] = __uint_as_float(row_factor[row + 8 * i]);
@@ -67,11 +67,8 @@ __device__ __forceinline__ void make_probabilities(const Rows& rows, const float
     }
 }
 
-/// Whether both probabilities of a pair are small enough; NaN is not. They are never negative, so their
-/// bits are in order.
-__device__ __forceinline__ bool fit(uint32_t pair) {
-    return (pair & 0xffff) <= LARGEST_PROBABILITY && pair >> 16 <= LARGEST_PROBABILITY;
-}
+/// Whether both probabilities of a pair are small enough; NaN is not.
+__device__ __forceinline__ bool fit(uint32_t pair) { return both_at_most(pair, LARGEST_PROBABILITY); }
 
 /// Scores to probabilities, whose sums are taken over too. Returns whether a row's offset moved; then
 /// `correction` is what the products of rows r and r + 8 must be scaled by before this page is added.
@@ -102,11 +99,6 @@ __device__ __forceinline__ bool exponentiate(Rows& rows, float (&scores)[SCORES]
     rows.denominator[0] += sum[0];
     rows.denominator[1] += sum[1];
     return moved;
-}
-
-__device__ __forceinline__ void rescale(Rows& rows, const float (&correction)[2]) {
-#pragma unroll
-    for (int at = 0; at < SCORES; ++at) rows.o[at] *= correction[at / 2 % 2];
 }
 
 __device__ __forceinline__ void pack_page(uint32_t (&packed)[FRAGMENT_REGISTERS], const uint32_t (&pairs)[32], bool live) {

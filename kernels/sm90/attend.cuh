@@ -33,7 +33,7 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Wal
     pin(scores);
     bool live = (page.members >> warp) & 1, moved = false;
     if (live) moved = exponentiate(rows, scores, probabilities, seen - page.logical * PAGE, correction);
-    if (moved) rescale(rows, correction);
+    if (moved) scale_rows(rows.o, correction);
     pack_page(packed, probabilities, live);
     bool ready = page_ready(shared, walk.issued, after);
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Wal
         wgmma_wait_group<0>();
         pin(rows.o);
         release_page(shared, page);
-        if (moved) rescale(rows, correction);
+        if (moved) scale_rows(rows.o, correction);
         pack_page(packed, probabilities, live);
         page = after;
         after = later;

@@ -101,7 +101,7 @@ __device__ __forceinline__ void clear(Rows& rows) {
 }
 
 __device__ __forceinline__ void begin_rows(Rows& rows, const uint32_t* row_factor) {
-    const int row = (threadIdx.x & 127) / 32 * GROUP_HEADS + (threadIdx.x & 31) / 4;
+    const int row = first_row();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         rows.factor[i] = row_factor[row + 8 * i];
@@ -114,9 +114,8 @@ __device__ __forceinline__ uint32_t codes_of(const Rows& rows, uint32_t scores, 
     return fma_relu_f16x2(scores, rows.factor[i], rows.offset[i]);
 }
 
-/// Whether both codes of a pair stay below e4m3's largest number; NaN does not. They are never negative,
-/// so their bits are in order.
-__device__ __forceinline__ bool fit(uint32_t codes) { return (codes & 0xffff) <= LARGEST_CODE && codes >> 16 <= LARGEST_CODE; }
+/// Whether both codes of a pair stay below e4m3's largest number; NaN does not.
+__device__ __forceinline__ bool fit(uint32_t codes) { return both_at_most(codes, LARGEST_CODE); }
 
 /// Scores to probability codes, f16 between 1024 and 2048. Returns whether a row's offset moved; then
 /// `correction` is what the sums of rows r and r + 8 must be scaled by before this page is added.
@@ -151,11 +150,6 @@ __device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF
 #pragma unroll
     for (int at = 0; at < HALF_SCORES; ++at) codes[at] = add_f16x2(codes_of(rows, scores[at], at % 2), PAIR_OF_1024);
     return moved;
-}
-
-__device__ __forceinline__ void rescale(Rows& rows, const float (&correction)[2]) {
-#pragma unroll
-    for (int at = 0; at < CHAINED; ++at) rows.o[at] *= correction[at / 2 % 2];
 }
 
 /// The A fragments of P V (see pack_probabilities in tile.cuh); zeros for a warp whose query did not select

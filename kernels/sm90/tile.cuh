@@ -132,6 +132,21 @@ __device__ __forceinline__ float row_sum(float lane_value) {
     return lane_value + __shfl_xor_sync(0xffffffff, lane_value, 2);
 }
 
+/// Row of a tile that this lane's registers begin with; the others are 8 rows on.
+__device__ __forceinline__ int first_row() { return (threadIdx.x & 127) / 32 * GROUP_HEADS + (threadIdx.x & 31) / 4; }
+
+/// Whether both f16 of a pair are at most `limit`, by their bits: they are never negative, and NaN is above all.
+__device__ __forceinline__ bool both_at_most(uint32_t pair, uint32_t limit) {
+    return (pair & 0xffff) <= limit && pair >> 16 <= limit;
+}
+
+/// Scales accumulators: rows r by `factors[0]`, rows r + 8 by `factors[1]`.
+template <int REGISTERS>
+__device__ __forceinline__ void scale_rows(float (&o)[REGISTERS], const float (&factors)[2]) {
+#pragma unroll
+    for (int at = 0; at < REGISTERS; ++at) o[at] *= factors[at / 2 % 2];
+}
+
 /// Probabilities as the e4m3 A fragment of P V: register 4s + i + 2h of the fragment holds rows r + 8i
 /// and the keys that the packed V^T image keeps at slots 32s + 16h + 4t .. +3, straight from the
 /// accumulator registers, with no exchange between lanes.

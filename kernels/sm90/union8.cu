@@ -81,7 +81,7 @@ __device__ __forceinline__ void attend_page(Rows& rows, uint64_t tile, uint64_t 
     pin(scores);
     bool moved = false;
     if (live) moved = exponentiate(rows, scores, probabilities, visible, correction);
-    if (moved) rescale(rows, correction);
+    if (moved) scale_rows(rows.o, correction);
     pack_page(packed, probabilities, live);
     wgmma_fence();
     multiply_values(rows, packed, keys + KEYS_BYTES / 16);
