@@ -176,13 +176,15 @@ def _search(
 
 
 def match(supports: np.ndarray, cu_seqlens_q: np.ndarray, window: int = MATCHING_WINDOW) -> np.ndarray:
-    """The search of `pageweaver`: an execution order whose quads, `SUBGROUP` slots each, share pages.
+    """The search of `pageweaver`: an execution order whose quads, `SUBGROUP` slots each, share pages, and
+    whose neighbouring quads do.
 
-    Windows are those of `regroup`. In each, twice the same step: rows are paired so that the partners'
-    common pages are many, then the pairs, with the unions of their pages, are paired into quads. A step
-    improves `MATCHING_STARTS` arrangements of pairs by exchange (`_Arrangements`) and keeps the one with
-    the most common pages, the earliest of several. Pairs and quads then go by their lowest row, and so do
-    the partners. Rows past a window's last whole quad keep their places.
+    Windows are those of `regroup`. In each, three times the same step: rows are paired so that the partners'
+    common pages are many; then the pairs, with the unions of their pages, are paired into quads, for which
+    the tensor cores pay; then the quads into eights, for which the page copies do. A step improves
+    `MATCHING_STARTS` arrangements of pairs by exchange (`_Arrangements`) and keeps the one with the most
+    common pages, the earliest of several. What was paired then goes by its lowest row, and so do the partners.
+    Rows past a window's last whole quad keep their places, and so does a last quad without a partner.
 
     Args:
         supports: distinct page ids of every row, -1 elsewhere, ``[Hkv, total_q, K]`` int32, K at most 16.
@@ -216,10 +218,12 @@ def _match_windows(
     selected = _selected(np.where(exists[:, :, None], supports[heads[:, None], rows], -1))
 
     every = np.arange(len(begins))[:, None]
-    pairs = _pair_up(selected, quads * 2)
-    joined = np.maximum(selected[every, pairs[..., 0]], selected[every, pairs[..., 1]])
-    of_pairs = _pair_up(joined, quads)
-    slots = pairs[every[..., None], of_pairs].reshape(len(begins), MATCHING_WINDOW)
+    slots = np.broadcast_to(np.arange(MATCHING_WINDOW), exists.shape)
+    for pairs in (quads * 2, quads, quads // 2):
+        partners = _pair_up(selected, pairs)
+        selected = np.maximum(selected[every, partners[..., 0]], selected[every, partners[..., 1]])
+        rows_of = slots.reshape(len(begins), 2 * partners.shape[1], -1)
+        slots = rows_of[every[..., None], partners].reshape(len(begins), MATCHING_WINDOW)
     window, slot = np.nonzero(exists)
     order[heads[window], begins[window] + slot] = begins[window] + slots[window, slot]
 
@@ -247,18 +251,15 @@ def _pair_up(selected: np.ndarray, pairs: np.ndarray) -> np.ndarray:
         pairs: ``[nW]``.
 
     Returns:
-        Partners, the lower first, by the lower: ``[nW, items / 2, 2]``; places past the last pair hold
-        items of no meaning.
+        Partners, the lower first, by the lower: ``[nW, items / 2, 2]``. Pairs past the last stay where they are.
     """
-    items = selected.shape[1]
     shared = (selected @ selected.transpose(0, 2, 1)).astype(np.int16)
     arrangements = _Arrangements.start(shared, pairs)
     for sweep in range(MATCHING_SWEEPS):
         arrangements.sweep(ties=sweep < MATCHING_SWEEPS - 1)
     found = np.sort(arrangements.best(), axis=2)
-    found = np.where(found[..., :1] < 2 * pairs[:, None, None], found, items)  # absent ones go last
-    by_lower = np.argsort(found[..., 0], axis=1, kind="stable")
-    return np.minimum(np.take_along_axis(found, by_lower[..., None], axis=1), items - 1)
+    by_lower = np.argsort(found[..., :1], axis=1)
+    return np.take_along_axis(found, by_lower, axis=1)
 
 
 class _Arrangements:

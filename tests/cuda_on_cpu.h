@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <random>
 #include <vector>
@@ -192,6 +193,10 @@ inline unsigned __reduce_min_sync(unsigned, unsigned own) {
     const auto all = emulator::exchange(own);
     return *std::min_element(all.begin(), all.end());
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned own) {
+    const auto all = emulator::exchange(own);
+    return *std::max_element(all.begin(), all.end());
+}
 inline int __reduce_add_sync(unsigned, int own) {
     int sum = 0;
     for (unsigned other : emulator::exchange(own)) sum += static_cast<int>(other);
@@ -224,11 +229,19 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 // PTX ------------------------------------------------------------------------------------------------
 // Its wrappers are assembler; the ones a kernel may use here are named anew and written out.
 
+#define prefetch_l2 ptx_prefetch_l2
+#define cp_async_4 ptx_cp_async_4
+#define cp_async_wait_all ptx_cp_async_wait_all
+#define mma_and_popc ptx_mma_and_popc
 #define mbarrier_init ptx_mbarrier_init
 #define mbarrier_arrive ptx_mbarrier_arrive
 #define mbarrier_wait ptx_mbarrier_wait
 #define cvt_f16x2_e4m3x2 ptx_cvt_f16x2_e4m3x2
 #include "ptx.cuh"
+#undef prefetch_l2
+#undef cp_async_4
+#undef cp_async_wait_all
+#undef mma_and_popc
 #undef mbarrier_init
 #undef mbarrier_arrive
 #undef mbarrier_wait
@@ -236,6 +249,23 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 inline uint32_t cvt_f16x2_e4m3x2(uint16_t packed) {
     return to_f16(from_e4m3(packed & 0xff)) | static_cast<uint32_t>(to_f16(from_e4m3(packed >> 8))) << 16;
+}
+
+inline void prefetch_l2(const void*) {}
+inline void cp_async_4(uint32_t smem, const void* global) {
+    std::memcpy(reinterpret_cast<char*>(dynamic) + smem, global, 4);
+}
+inline void cp_async_wait_all() {}
+
+inline void mma_and_popc(unsigned (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    std::vector<unsigned> rows[4], columns[2];
+    for (int i = 0; i < 4; ++i) rows[i] = emulator::exchange(a[i]);
+    for (int i = 0; i < 2; ++i) columns[i] = emulator::exchange(b[i]);
+    const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int word = 0; word < 8; ++word)
+        for (int i = 0; i < 4; ++i)
+            c[i] += __builtin_popcount(rows[word / 4 * 2 + i / 2][4 * r + word % 4] &
+                                       columns[word / 4][4 * (2 * t + i % 2) + word % 4]);
 }
 
 struct Mbarrier {

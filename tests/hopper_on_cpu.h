@@ -81,6 +81,9 @@ inline bool __any_sync(unsigned mask, bool own) { return __ballot_sync(mask, own
 inline int __reduce_min_sync(unsigned, int own) {
     return emulator::exchange(own, [](int* all, int) { return *std::min_element(all, all + 32); });
 }
+inline int __reduce_max_sync(unsigned, int own) {
+    return -__reduce_min_sync(~0u, -own);
+}
 inline int __reduce_add_sync(unsigned, int own) {
     return emulator::exchange(own, [](int* all, int) {
         int sum = 0;

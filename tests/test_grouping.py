@@ -264,10 +264,23 @@ def test_matching_visits_fewer_pages_than_the_greedy_search():
     assert pages["matching"] < 0.98 * pages["greedy"] < pages["original"]
 
 
-def test_quads_and_their_pairs_go_by_their_lowest_rows():
-    order = match(local_rows(1, 64), np.array([0, 64]))[0].reshape(16, 2, 2)
-    assert (order[:, :, 0] < order[:, :, 1]).all() and (order[:, 0, 0] < order[:, 1, 0]).all()
-    assert (np.diff(order[:, 0, 0]) > 0).all()
+def test_what_was_paired_goes_by_its_lowest_row_and_so_do_the_partners():
+    rows = match(local_rows(1, 64), np.array([0, 64]))[0]
+    for size in (2, 4, 8):
+        halves = rows.reshape(-1, 2, size // 2)
+        assert (halves[:, 0, 0] < halves[:, 1, 0]).all()
+    assert (np.diff(rows[::8]) > 0).all()
+
+
+def test_neighbouring_quads_share_more_pages_than_they_would_by_their_lowest_rows():
+    supports, bounds = local_rows(8, 1024), np.array([0, 1024])
+    order = match(supports, bounds)
+    quads = order.reshape(16, 16, 4)
+    by_row = np.take_along_axis(quads, np.argsort(quads[:, :, :1], axis=1), axis=1).reshape(1, -1)
+    found, plain = (prepare_unions(supports, slots, bounds) for slots in (order, by_row))
+    assert found.subgroup_pages() == plain.subgroup_pages()
+    assert found.lengths.sum() < 0.98 * plain.lengths.sum()
+
 
 
 @pytest.mark.parametrize("rows", [[set()] * 64, [{7}] * 64, [{i} for i in range(64)]])

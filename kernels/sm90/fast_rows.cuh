@@ -26,7 +26,7 @@ using Score = uint32_t;
 constexpr int CODES = 8;             // e4m3 codes to a factor of two
 // A row's reference is its first page's largest score, at p = 2^4. Lower loses small probabilities (they vanish
 // 2^-11 below the reference), higher moves it more often: any of a warp's 16 rows that outgrows 448 costs all of
-// them 350 instructions. At 2^6 that was a seventh of the time.
+// them 130 instructions, which the other warps wait for.
 constexpr float CODE_OF_REFERENCE = 56 + 4 * CODES;
 constexpr uint32_t LARGEST_CODE = 0x57c8;            // 124.5 in f16: what rounds to less than 448 in e4m3
 constexpr float LARGEST_OFFSET = 60000;              // in f16's range; logits 7500 octaves from zero are equal to fast
@@ -117,6 +117,18 @@ __device__ __forceinline__ uint32_t codes_of(const Rows& rows, uint32_t scores, 
 /// Whether both codes of a pair stay below e4m3's largest number; NaN does not.
 __device__ __forceinline__ bool fit(uint32_t codes) { return both_at_most(codes, LARGEST_CODE); }
 
+/// Lowers scores that are too far from zero for an offset in f16 to bring them below 448; NaN stays.
+__device__ __forceinline__ void bound_scores(const Rows& rows, uint32_t (&scores)[HALF_SCORES], const uint32_t (&largest)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (fit(codes_of(rows, largest[i], i))) continue;
+        const float limit = (CODE_OF_REFERENCE - low_half(rows.offset[i])) / low_half(rows.factor[i]);
+        const uint32_t limits = cvt_f16x2(limit, limit);
+#pragma unroll
+        for (int j = 0; j < 16; ++j) scores[2 * j + i] = min_nan_f16x2(scores[2 * j + i], limits);
+    }
+}
+
 /// Scores to probability codes, f16 between 1024 and 2048. Returns whether a row's offset moved; then
 /// `correction` is what the sums of rows r and r + 8 must be scaled by before this page is added.
 /// NaN becomes a code whose low byte is NaN in e4m3 too.
@@ -126,26 +138,23 @@ __device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF
     const uint32_t top[2] = {lane_top(scores, 0), lane_top(scores, 1)};
     const bool moved = !__all_sync(0xffffffff, fit(max_s16x2(codes_of(rows, top[0], 0), codes_of(rows, top[1], 1))));
     if (moved) {
+        // Both rows' largest scores in one register, so that they are exchanged together.
+        uint32_t both = __byte_perm(max_f16x2(top[0], top[0] >> 16), max_f16x2(top[1], top[1] >> 16), 0x5410);
+        both = max_f16x2(both, __shfl_xor_sync(0xffffffff, both, 1));
+        both = max_f16x2(both, __shfl_xor_sync(0xffffffff, both, 2));
+        const uint32_t largest[2] = {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
+        bool bounded = false;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            // Only a row that would saturate moves: what a head computes does not depend on its neighbours.
-            uint32_t largest = max_f16x2(top[i], top[i] >> 16);
-            largest = max_f16x2(largest, __shfl_xor_sync(0xffffffff, largest, 1));
-            largest = max_f16x2(largest, __shfl_xor_sync(0xffffffff, largest, 2));
-            largest = __byte_perm(largest, 0, 0x1010);
             const float before = low_half(rows.offset[i]), factor = low_half(rows.factor[i]);
-            if (!fit(codes_of(rows, largest, i))) {
-                float offset = CODE_OF_REFERENCE - low_half(largest) * factor;
-                offset = offset < -LARGEST_OFFSET ? -LARGEST_OFFSET : offset > LARGEST_OFFSET ? LARGEST_OFFSET : offset;
-                rows.offset[i] = cvt_f16x2(offset, offset);
-            }
-            const float limit = (CODE_OF_REFERENCE - low_half(rows.offset[i])) / factor;
-            const uint32_t limits = cvt_f16x2(limit, limit);
-            if (!fit(codes_of(rows, largest, i)))
-#pragma unroll
-                for (int j = 0; j < 16; ++j) scores[2 * j + i] = min_nan_f16x2(scores[2 * j + i], limits);
+            float offset = CODE_OF_REFERENCE - low_half(largest[i]) * factor;
+            offset = offset < -LARGEST_OFFSET ? -LARGEST_OFFSET : offset > LARGEST_OFFSET ? LARGEST_OFFSET : offset;
+            // Only a row that would saturate moves: what a head computes does not depend on its neighbours.
+            rows.offset[i] = fit(codes_of(rows, largest[i], i)) ? rows.offset[i] : cvt_f16x2(offset, offset);
             correction[i] = before == before ? ex2_approx((low_half(rows.offset[i]) - before) * (1.f / CODES)) : 0.f;
+            bounded |= !fit(codes_of(rows, largest[i], i));
         }
+        if (bounded) bound_scores(rows, scores, largest);
     }
 #pragma unroll
     for (int at = 0; at < HALF_SCORES; ++at) codes[at] = add_f16x2(codes_of(rows, scores[at], at % 2), PAIR_OF_1024);

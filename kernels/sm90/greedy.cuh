@@ -8,7 +8,62 @@
 
 #include "window.cuh"
 
+constexpr int LANE_QUERIES = COLUMNS / 32;
+constexpr int WORDS = COLUMNS / 32;  // of a page's member mask
+constexpr int ROW_BYTES = 256;       // of the table: a row and a lane's columns make one address by bytes
+constexpr int EMITTERS = 3;          // warps that turn groups into tasks while the search goes on
+constexpr unsigned short NO_PAGE = 0xffff;
+
+struct WindowScratch : WindowPages {
+    union {
+        alignas(16) unsigned members[WINDOW_PAGES][WORDS];  // by local page: which queries of the window selected it
+        unsigned short table[COLUMNS][ROW_BYTES / 2];
+    };
+    unsigned slots[EMITTERS][WINDOW_PAGES / 2];      // by pair of local pages: members among a task's slots
+    unsigned short page[COLUMNS][TOPK];              // local page at each Top-K position; repeats are NO_PAGE
+    uint64_t decided[GROUPS];                        // barrier of each group: its picks are made
+
+    __device__ __forceinline__ void clear() {
+        for (int at = threadIdx.x; at < WINDOW_PAGES * WORDS / 4; at += BLOCK)
+            reinterpret_cast<uint4*>(members)[at] = make_uint4(0, 0, 0, 0);
+        if (threadIdx.x < GROUPS) mbarrier_init(smem_address(&decided[threadIdx.x]), 1);
+    }
+
+    __device__ __forceinline__ void select(int query, int quarter, const int (&pages)[4]) {
+        unsigned short local[4];
+        const unsigned bit = 1u << query % 32;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)  // the first to set the bit keeps the page: a repeated id counts once
+            local[i] = pages[i] >= 0 && !(atomicOr(&members[pages[i]][query / 32], bit) & bit) ? pages[i] : NO_PAGE;
+        *reinterpret_cast<ushort4*>(&page[query][4 * quarter]) = make_ushort4(local[0], local[1], local[2], local[3]);
+    }
+
+    // A task's page list is made while the search goes on: nobody waits for the page table.
+    __device__ __forceinline__ void fetch_row(int, const int*) {}
+    __device__ __forceinline__ int row_of(int local, const int* page_table) const { return page_table[logical[local]]; }
+
+    /// Counts who selected each page, by one warp, and what tiles that costs.
+    __device__ __forceinline__ int work_of(int emitter, int first_slot, int queries) {
+        const int lane = threadIdx.x % 32;
+        for (int pair = lane; pair < (pages + 1) / 2; pair += 32) slots[emitter][pair] = 0;
+        __syncwarp();
+        for (int entry = lane; entry < queries * TOPK; entry += 32) {
+            const int slot = entry / TOPK;
+            const unsigned short local = page[pick[first_slot + slot]][entry % TOPK];
+            if (local != NO_PAGE) atomicOr(&slots[emitter][local / 2], 1u << (slot + 16 * (local % 2)));
+        }
+        __syncwarp();
+        int work = 0;
+        for (int local = lane; local < pages; local += 32) work += tiles_of(members_of(emitter, local, first_slot, queries));
+        return __reduce_add_sync(ALL_LANES, work);
+    }
+
+    __device__ __forceinline__ unsigned members_of(int emitter, int local, int, int) const {
+        return slots[emitter][local / 2] >> 16 * (local % 2) & 0xffff;
+    }
+};
 static_assert(sizeof(WindowScratch::members) <= sizeof(WindowScratch::table), "one place for both");
+static_assert(sizeof(WindowScratch) <= COLUMNS * (ROW_BYTES + 168) + 64 + 8 * GROUPS, "as the host reckons it");
 
 /// Transposes the 16 x 16 bits in the low halves of 16 words, and those in the high halves.
 __device__ __forceinline__ void transpose_bits(unsigned (&rows)[16]) {

@@ -1,7 +1,10 @@
-// The search by matching: pwbench.grouping.match, bit for bit. Rows are paired so that partners share many
-// pages, then the pairs so. Either time STARTS arrangements of pairs are improved by exchange side by side,
-// each by a part of a warp that keeps it in registers, and the one that shares the most pages is kept. There
-// is no serial chain of picks and no barrier among the meetings: one costs a shuffle and a table look-up.
+// The search by matching: pwbench.grouping.match, bit for bit. Rows are paired so that partners share many pages,
+// then the pairs so, then the quads. Each time STARTS arrangements of pairs are improved by exchange side by side,
+// each by a part of a warp that keeps it in registers, and the one that shares the most pages is kept. There is no
+// serial chain of picks and no barrier among the meetings: one costs a shuffle and a table look-up.
+//
+// What an item selected is a row of bits, one a local page, so that the tensor core counts what any two share.
+// NOTE: one code for the three levels: a launch comes with nothing in the instruction cache.
 #pragma once
 
 #include "window.cuh"
@@ -9,208 +12,207 @@
 #ifndef SWEEPS
 #define SWEEPS 1  // times that all pairs meet: MATCHING_SWEEPS of the oracle
 #endif
-static_assert(WINDOW <= 64 && GROUP == 4, "quads of a window of 64 rows");
+#ifndef MATCHING_STARTS
+#define MATCHING_STARTS 8
+#endif
+static_assert(WINDOW <= 64, "rows of a window that one block pairs up");
 
-// A pair in a register: its items and the pages that they share.
-constexpr int SECOND = 8, OVERLAP = 16;  // bit where the second item begins, and the overlap
+constexpr int STARTS = MATCHING_STARTS;  // arrangements that are improved side by side, as many as the oracle's
+constexpr int LEVELS = 3;                // rows, pairs, quads
+constexpr int EMITTERS = BLOCK / 32;     // warps that turn groups into tasks
+constexpr int BITS_STRIDE = WINDOW_PAGES / 32 + 4;  // words; eight rows that are read together meet no bank twice
 constexpr unsigned ABSENT_OVERLAP = 127; // of pairs past the window's last: more than any exchange offers
+static_assert(STARTS * COLUMNS / 16 % 32 == 0, "whole warps arrange quads");
 
-__device__ __forceinline__ unsigned make_pair(unsigned first, unsigned second, unsigned overlap) {
-    return first | second << SECOND | overlap << OVERLAP;
-}
+/// Items of a level: rows, pairs of them, pairs of pairs.
+__device__ __forceinline__ int items_of(int level) { return COLUMNS >> level; }
 
-__device__ __forceinline__ unsigned first_of(unsigned pair) { return __byte_perm(pair, 0, 0x4440); }
-__device__ __forceinline__ unsigned second_of(unsigned pair) { return __byte_perm(pair, 0, 0x4441); }
+struct WindowScratch : WindowPages {
+    alignas(16) unsigned bits[2 * COLUMNS - COLUMNS / 4][BITS_STRIDE];  // of rows, pairs and quads: what each selected
+    unsigned char shared[COLUMNS][COLUMNS + 16];  // pages that two items of the level in hand share; bank by bank
+    unsigned short found[STARTS][COLUMNS / 2];    // arrangements: two items in a byte each
+    int overlap[STARTS];                          // pages that the pairs of each share
+    uchar2 pairs[COLUMNS - COLUMNS / 8];          // of rows, of pairs, of quads: the lower item first
+    int physical[WINDOW_PAGES];                   // by local page: its row of the cache
 
-/// Adds 2^LEVEL numbers of one bit in each of 32 columns, by a tree of full adders. Bits 0 to LEVEL - 1 of
-/// the sums go to `planes`, bit LEVEL is returned.
-template <int LEVEL>
-__device__ __forceinline__ unsigned add_bits(unsigned* planes, const unsigned* masks) {
-    if constexpr (LEVEL == 0) {
-        return masks[0];
-    } else if constexpr (LEVEL == 1) {
-        planes[0] = masks[0] ^ masks[1];
-        return masks[0] & masks[1];
-    } else {
-        unsigned others[LEVEL - 1];
-        const unsigned left = add_bits<LEVEL - 1>(planes, masks);
-        const unsigned right = add_bits<LEVEL - 1>(others, masks + (1 << (LEVEL - 1)));
-        unsigned carry = 0;
+    __device__ __forceinline__ unsigned (*bits_of(int level))[BITS_STRIDE] { return bits + 2 * (COLUMNS - items_of(level)); }
+    __device__ __forceinline__ uchar2* pairs_of(int level) { return pairs + (COLUMNS - items_of(level)); }
+
+    __device__ __forceinline__ void clear() {
+        for (int at = threadIdx.x; at < COLUMNS * BITS_STRIDE / 4; at += BLOCK)
+            reinterpret_cast<uint4*>(bits)[at] = make_uint4(0, 0, 0, 0);
+    }
+
+    __device__ __forceinline__ void select(int query, int, const int (&pages)[4]) {
 #pragma unroll
-        for (int bit = 0; bit < LEVEL - 1; ++bit) {
-            const unsigned own = planes[bit], other = others[bit];
-            planes[bit] = own ^ other ^ carry;
-            carry = (own & other) | (carry & (own | other));
+        for (int page : pages)
+            if (page >= 0) atomicOr(&bits[query][page / 32], 1u << page % 32);
+    }
+
+    __device__ __forceinline__ void fetch_row(int page, const int* entry) { cp_async_4(smem_address(&physical[page]), entry); }
+    __device__ __forceinline__ int row_of(int page, const int*) const { return physical[page]; }
+
+    /// Tiles that the task of slots first_slot and up costs, by one warp: a lane takes 32 pages.
+    __device__ __forceinline__ int work_of(int, int first_slot, int queries) const {
+        const int lane = threadIdx.x % 32;
+        int work = 0;
+        for (int tile = 0; tile < queries; tile += SUBGROUP) {
+            unsigned all = 0;
+            if (32 * lane < pages)
+                for (int slot = tile; slot < min(tile + SUBGROUP, queries); ++slot) all |= bits[pick[first_slot + slot]][lane];
+            work += __popc(all);
         }
-        planes[LEVEL - 1] = left ^ right ^ carry;
-        return (left & right) | (carry & (left | right));
+        return __reduce_add_sync(ALL_LANES, work);
+    }
+
+    /// Which of a task's slots selected a page.
+    __device__ __forceinline__ unsigned members_of(int, int page, int first_slot, int queries) const {
+        unsigned members = 0;
+#pragma unroll
+        for (int slot = 0; slot < TASK_QUERIES; ++slot)
+            if (slot < queries) members |= (bits[pick[first_slot + slot]][page / 32] >> page % 32 & 1) << slot;
+        return members;
+    }
+    static_assert(WINDOW_PAGES <= 32 * 32, "a lane for every word of bits");
+};
+
+static_assert(sizeof(WindowScratch) <= COLUMNS * 448, "as the host reckons it");
+
+/// Pages that each two items of a level share: its bits times themselves.
+__device__ __forceinline__ void count_shared(WindowScratch& scratch, int level, int warp) {
+    const int columns = items_of(level) / 8, tiles = items_of(level) / 16 * columns;
+    const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(level);
+#pragma unroll 1
+    for (int tile = warp; tile < tiles; tile += BLOCK / 32) {
+        const int row = tile / columns * 16 + r, column = tile % columns * 8;
+        unsigned counts[4] = {};
+        for (int word = t; 32 * (word - t) < scratch.pages; word += 8) {
+            const unsigned a[4] = {bits[row][word], bits[row + 8][word], bits[row][word + 4], bits[row + 8][word + 4]};
+            const unsigned b[2] = {bits[column + r][word], bits[column + r][word + 4]};
+            mma_and_popc(counts, a, b);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<uchar2*>(&scratch.shared[row + 8 * half][column + 2 * t]) =
+                make_uchar2(counts[2 * half], counts[2 * half + 1]);
     }
 }
 
-/// How many of 2^(LEVEL + 1) masks, half of them in this lane and half in its neighbour, have each bit: a
-/// byte for each of bits 0 to 15 in the even lane, 16 to 31 in the odd one.
-template <int LEVEL>
-__device__ __forceinline__ uint4 count_bits(const unsigned (&masks)[1 << LEVEL]) {
-    unsigned planes[LEVEL + 2], carry = 0;
-    planes[LEVEL] = add_bits<LEVEL>(planes, masks);
-#pragma unroll
-    for (int bit = 0; bit <= LEVEL; ++bit) {
-        const unsigned own = planes[bit], other = __shfl_xor_sync(ALL_LANES, own, 1);
-        planes[bit] = own ^ other ^ carry;
-        carry = (own & other) | (carry & (own | other));
-    }
-    planes[LEVEL + 1] = carry;
-    unsigned counts[4] = {};
-#pragma unroll
-    for (int bit = 0; bit < LEVEL + 2; ++bit) {
-        const unsigned columns = planes[bit] >> threadIdx.x % 2 * 16;
-#pragma unroll
-        for (int four = 0; four < 4; ++four)  // four bits to four bytes
-            counts[four] += ((columns >> 4 * four & 15) * 0x00204081 & 0x01010101) << bit;
-    }
-    return make_uint4(counts[0], counts[1], counts[2], counts[3]);
-}
-
-/// Pages that each two rows share.
-__device__ __forceinline__ void count_shared_of_rows(WindowScratch& scratch) {
-    static_assert(BLOCK == 4 * COLUMNS, "four threads a row: two words of columns, two halves of the Top-K");
-    const int row = threadIdx.x / 4, word = threadIdx.x / 2 % 2, half = threadIdx.x % 2;
-    unsigned masks[TOPK / 2];
-#pragma unroll
-    for (int i = 0; i < TOPK / 2; ++i) {
-        const unsigned short page = scratch.page[row][TOPK / 2 * half + i];
-        masks[i] = page == NO_PAGE ? 0 : scratch.members[page][word];
-    }
-    *reinterpret_cast<uint4*>(&scratch.matching.shared_of_rows[row][32 * word + 16 * half]) = count_bits<3>(masks);
-}
-
-/// Pages that the unions of each two pairs of rows share, by the first two warps.
-__device__ __forceinline__ void count_shared_of_pairs(WindowScratch& scratch) {
-    MatchingScratch& matching = scratch.matching;
-    const int pair = threadIdx.x / 2, second = threadIdx.x % 2;
-    const int lower = matching.pairs[pair].x, row = second ? matching.pairs[pair].y : lower;
-    unsigned masks[TOPK];
-#pragma unroll
-    for (int position = 0; position < TOPK; ++position) {
-        const unsigned short page = scratch.page[row][position];
-        masks[position] = 0;
-        if (page == NO_PAGE) continue;
-        const bool repeated = second && scratch.members[page][lower / 32] >> lower % 32 & 1;
-        if (!repeated) masks[position] = matching.members_of_pairs[page];
-    }
-    *reinterpret_cast<uint4*>(&matching.shared_of_pairs[pair][16 * second]) = count_bits<4>(masks);
-}
+/// Two items, a byte each, and the pages that they share.
+struct ItemPair {
+    unsigned items, overlap;
+};
 
 /// (a, b) meets (c, d): they become (a, c), (b, d) or (a, d), (c, b) if those share at least `gain` more pages.
-template <int STRIDE>
-__device__ __forceinline__ void meet(const unsigned char (*shared)[STRIDE], unsigned& x, unsigned& y, unsigned gain) {
-    const unsigned a = first_of(x), b = second_of(x), c = first_of(y), d = second_of(y);
-    const unsigned ac = shared[a][c], bd = shared[b][d], ad = shared[a][d], cb = shared[b][c];
-    const unsigned enough = (x >> OVERLAP) + gain + (y >> OVERLAP), straight = ac + bd, crossed = ad + cb;
-    const bool change = max(straight, crossed) >= enough, direct = straight >= crossed;
-    const unsigned new_x = direct ? make_pair(a, c, ac) : make_pair(a, d, ad);
-    const unsigned new_y = direct ? make_pair(b, d, bd) : make_pair(c, b, cb);
-    if (change) x = new_x, y = new_y;
+__device__ __forceinline__ void meet(const WindowScratch& scratch, ItemPair& x, ItemPair& y, unsigned gain) {
+    // Bytes of x's items, then of y's, for __byte_perm; byte 2 is zero.
+    constexpr unsigned AB = 0x2210, CD = 0x2254, AC = 0x2240, BD = 0x2251, AD = 0x2250, CB = 0x2214;
+    const unsigned a = x.items & 0xff, b = x.items >> 8, c = y.items & 0xff, d = y.items >> 8;
+    const unsigned ac = scratch.shared[a][c], bd = scratch.shared[b][d], ad = scratch.shared[a][d], cb = scratch.shared[c][b];
+    const unsigned straight = ac + bd, crossed = ad + cb;
+    const bool direct = straight >= crossed, change = max(straight, crossed) >= x.overlap + y.overlap + gain;
+    const unsigned into_x = !change ? AB : direct ? AC : AD, into_y = !change ? CD : direct ? BD : CB;
+    x.overlap = !change ? x.overlap : direct ? ac : ad;
+    y.overlap = !change ? y.overlap : direct ? bd : cb;
+    const unsigned items = __byte_perm(x.items, y.items, into_x);
+    y.items = __byte_perm(x.items, y.items, into_y);
+    x.items = items;
 }
 
-/// Improves STARTS arrangements of the first 2 * pairs of 4 * PLACES items, by as many groups of PLACES
+__device__ __forceinline__ ItemPair from_lane(const ItemPair& pair, int distance) {
+    return {__shfl_xor_sync(ALL_LANES, pair.items, distance), __shfl_xor_sync(ALL_LANES, pair.overlap, distance)};
+}
+
+/// Improves STARTS arrangements of the first 2 * pairs items of a level, by as many groups of items / 4
 /// threads. A thread holds two pairs, x and y. See _Arrangements in pwbench/grouping.py for who meets when.
-template <int PLACES, int STRIDE>
-__device__ __forceinline__ void arrange(const unsigned char (*shared)[STRIDE], int pairs, MatchingScratch& matching) {
-    const int start = threadIdx.x / PLACES, place = threadIdx.x % PLACES;
+__device__ __forceinline__ void arrange(WindowScratch& scratch, int level, int pairs) {
+    const int places = items_of(level) / 4;
+    const int start = threadIdx.x / places, place = threadIdx.x % places;
     const int factor = 2 * start + 1, inverse = factor * (2 - factor * factor);  // modulo 64
-    static_assert(2 * PLACES <= 64, "as exact as the inverse is");
-    auto first_pair = [&](int at) {
-        const int pair = at * inverse & (2 * PLACES - 1);
-        return make_pair(2 * pair, 2 * pair + 1, pair < pairs ? shared[2 * pair][2 * pair + 1] : ABSENT_OVERLAP);
+    static_assert(COLUMNS / 2 <= 64, "as exact as the inverse is");
+    auto first_pair = [&](int at) -> ItemPair {
+        const unsigned first = 2 * (at * inverse & (2 * places - 1));
+        return {first | (first + 1) << 8, first < 2u * pairs ? scratch.shared[first][first + 1] : ABSENT_OVERLAP};
     };
-    unsigned x = first_pair(2 * place), y = first_pair(2 * place + 1);
+    ItemPair x = first_pair(2 * place), y = first_pair(2 * place + 1);
 #pragma unroll 1
     for (int sweep = 0; sweep < SWEEPS; ++sweep) {
         const unsigned gain = sweep == SWEEPS - 1;  // equals are exchanged too, but for the last time around
 #pragma unroll 1
-        for (int reach = PLACES; reach > 1; reach /= 2) {
+        for (int reach = places; reach > 1; reach /= 2) {
 #pragma unroll 1
             for (int meeting = 1; meeting <= reach; ++meeting) {
-                meet(shared, x, y, gain);
-                y = __shfl_xor_sync(ALL_LANES, y, meeting == reach ? reach / 2 : meeting & -meeting);
+                meet(scratch, x, y, gain);
+                y = from_lane(y, meeting == reach ? reach / 2 : meeting & -meeting);
             }
             const bool upper = place & reach / 2;
-            const unsigned other = __shfl_xor_sync(ALL_LANES, upper ? x : y, reach / 2);
-            (upper ? x : y) = other;
+            const ItemPair other = from_lane({upper ? x.items : y.items, upper ? x.overlap : y.overlap}, reach / 2);
+            x = upper ? other : x;
+            y = upper ? y : other;
         }
-        meet(shared, x, y, gain);
+        meet(scratch, x, y, gain);
     }
-    int overlap = (x >> OVERLAP) + (y >> OVERLAP);
-#pragma unroll
-    for (int step = PLACES / 2; step > 0; step /= 2) overlap += __shfl_xor_sync(ALL_LANES, overlap, step);
-    if (start >= STARTS) return;  // lanes that only make the warp whole
-    if (place == 0) matching.overlap[start] = overlap;
-    matching.found[start][2 * place] = x;
-    matching.found[start][2 * place + 1] = y;
+    unsigned overlap = x.overlap + y.overlap;
+    for (int step = places / 2; step > 0; step /= 2) overlap += __shfl_xor_sync(ALL_LANES, overlap, step);
+    if (place == 0) scratch.overlap[start] = overlap;
+    scratch.found[start][2 * place] = x.items;
+    scratch.found[start][2 * place + 1] = y.items;
 }
 
-/// The start whose arrangement shares the most pages, the earliest of several.
-__device__ __forceinline__ int best_start(const MatchingScratch& matching) {
-    int best = 0, most = matching.overlap[0];
-#pragma unroll
-    for (int start = 1; start < STARTS; ++start) {
-        if (matching.overlap[start] > most) most = matching.overlap[start], best = start;
-    }
-    return best;
-}
-
-/// Puts the best pairs of rows in the order of their lower rows, by one warp.
-__device__ __forceinline__ void settle_pairs(MatchingScratch& matching, int rows) {
-    const unsigned found = matching.found[best_start(matching)][threadIdx.x];
-    const int a = first_of(found), b = second_of(found), lower = min(a, b), upper = max(a, b);
-    const bool exists = lower < rows;
+/// Keeps the arrangement whose pairs share the most pages, the earliest of several, in the order of the pairs'
+/// lower items, by one warp. Pairs past the last were never parted and stay.
+__device__ __forceinline__ void settle(WindowScratch& scratch, int level, int pairs) {
+    const int lane = threadIdx.x % 32;
+    const unsigned key = lane < STARTS ? scratch.overlap[lane] * STARTS + STARTS - 1 - lane : 0;
+    const int best = STARTS - 1 - __reduce_max_sync(ALL_LANES, key) % STARTS;
+    const bool listed = lane < items_of(level) / 2;
+    const unsigned found = listed ? scratch.found[best][lane] : 0;
+    const int lower = min(found & 0xff, found >> 8), upper = max(found & 0xff, found >> 8);
+    const bool exists = listed && lower < 2 * pairs;
     const unsigned bit = exists ? 1u << lower % 32 : 0;
     const unsigned low = __reduce_or_sync(ALL_LANES, lower < 32 ? bit : 0);
     const unsigned high = __reduce_or_sync(ALL_LANES, lower < 32 ? 0 : bit);
     const int before = lower < 32 ? __popc(low & (bit - 1)) : __popc(low) + __popc(high & (bit - 1));
-    const int pair = exists ? before : lower / 2;  // those past the last were never parted
-    matching.pairs[pair] = make_uchar2(lower, upper);
-    matching.pair_of[lower] = matching.pair_of[upper] = pair;
+    if (listed) scratch.pairs_of(level)[exists ? before : lower / 2] = make_uchar2(lower, upper);
 }
 
-/// Puts the best quads in the order of their lowest rows, by one warp.
-__device__ __forceinline__ void settle_quads(WindowScratch& scratch, int quads) {
-    const MatchingScratch& matching = scratch.matching;
-    const unsigned found = matching.found[best_start(matching)][threadIdx.x % (COLUMNS / 4)];
-    const int a = first_of(found), b = second_of(found), lower = min(a, b), upper = max(a, b);
-    const bool exists = lower < 2 * quads && threadIdx.x < COLUMNS / 4;
-    const unsigned bit = exists ? 1u << lower : 0;
-    const unsigned all = __reduce_or_sync(ALL_LANES, bit);
-    if (!exists) return;
-    const uchar2 first = matching.pairs[lower], second = matching.pairs[upper];
-    *reinterpret_cast<int4*>(&scratch.pick[4 * __popc(all & (bit - 1))]) = make_int4(first.x, first.y, second.x, second.y);
+/// What the pairs of a level selected: the bits of the next level's items.
+__device__ __forceinline__ void join(WindowScratch& scratch, int level) {
+    const int item = threadIdx.x / 8;
+    if (item >= items_of(level) / 2) return;
+    static_assert(BLOCK / 8 >= COLUMNS / 2, "eight threads a pair");
+    const uchar2 pair = scratch.pairs_of(level)[item];
+    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(level);
+    for (int word = threadIdx.x % 8; 32 * (word & ~7) < scratch.pages; word += 8)
+        scratch.bits_of(level + 1)[item][word] = bits[pair.x][word] | bits[pair.y][word];
 }
 
-/// The whole search, by the block; `warp` is known to the compiler to be one for all lanes. Rows past the last whole quad keep their places.
+/// The whole search, by the block; `warp` is known to the compiler to be one for all lanes. Rows past the last
+/// whole quad, and a last quad without a partner, keep their places.
 __device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int size, int warp) {
-    MatchingScratch& matching = scratch.matching;
-    const int quads = size / 4, rows = 4 * quads;
-    count_shared_of_rows(scratch);
-    for (int page = threadIdx.x; page < scratch.pages; page += BLOCK) matching.members_of_pairs[page] = 0;
-    if (threadIdx.x >= rows && threadIdx.x < size) scratch.pick[threadIdx.x] = threadIdx.x;
-    __syncthreads();
-    if (warp < divide_up(STARTS * COLUMNS / 4, 32)) arrange<COLUMNS / 4>(matching.shared_of_rows, 2 * quads, matching);
-    __syncthreads();
-    if (warp == 0) settle_pairs(matching, rows);
-    __syncthreads();
-    const int row = threadIdx.x / 4;
-    if (row < rows) {
-        const ushort4 four = *reinterpret_cast<const ushort4*>(&scratch.page[row][threadIdx.x % 4 * 4]);
-        const unsigned bit = 1u << matching.pair_of[row];
-        for (const unsigned short page : {four.x, four.y, four.z, four.w})
-            if (page != NO_PAGE) atomicOr(&matching.members_of_pairs[page], bit);
+#pragma unroll 1
+    for (int level = 0; level < LEVELS; ++level) {
+        const int pairs = size / 4 * 2 >> level;
+        count_shared(scratch, level, warp);
+        __syncthreads();
+        if (warp < STARTS * items_of(level) / 4 / 32) arrange(scratch, level, pairs);
+        __syncthreads();
+        if (warp == 0) settle(scratch, level, pairs);
+        __syncthreads();
+        if (level == LEVELS - 1) break;
+        join(scratch, level);
+        __syncthreads();
     }
-    __syncthreads();
-    if (warp < COLUMNS / 32) count_shared_of_pairs(scratch);
-    __syncthreads();
-    if (warp < divide_up(STARTS * COLUMNS / 8, 32)) arrange<COLUMNS / 8>(matching.shared_of_pairs, quads, matching);
-    __syncthreads();
-    if (warp == 0) settle_quads(scratch, quads);
+    if (threadIdx.x < COLUMNS) {
+        int item = threadIdx.x >> LEVELS;
+#pragma unroll
+        for (int level = LEVELS - 1; level >= 0; --level) {
+            const uchar2 pair = scratch.pairs_of(level)[item];
+            item = threadIdx.x >> level & 1 ? pair.y : pair.x;
+        }
+        scratch.pick[threadIdx.x] = item;
+    }
+    cp_async_wait_all();  // of fetch_row
     __syncthreads();
 }

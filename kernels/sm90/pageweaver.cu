@@ -24,6 +24,7 @@ constexpr int QUERY_LOADS = 4;  // row pairs a query warp has in flight
 constexpr int QUERY_WARPS = 2;
 constexpr int STAGE_BYTES = KEYS_BYTES + VALUES_BYTES + (ACCURATE ? 0 : ONES_BYTES);
 constexpr int TASK_WORDS = sizeof(TaskRecord) / 4;
+constexpr int FIRST_SLOT_WORD = 4;  // of a record: its slots' queries, and behind each what it sees
 constexpr int TASK_PAGES = WARPGROUPS * TILE_QUERIES * 16;  // a task's union at most: every query's 16 its own
 constexpr int TILE_STEPS = TILE_QUERIES * 16 + 1;  // the pages of one tile at most, and the end
 constexpr int TILE_WARPS = 4;

@@ -173,6 +173,15 @@ __device__ __forceinline__ void cp_async_bulk_multicast(uint32_t smem, const voi
 }
 
 /// Brings `bytes` contiguous bytes of global memory into L2, ahead of their use.
+__device__ __forceinline__ void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
+/// Copies four bytes to shared memory behind the thread's back, until it waits for them.
+__device__ __forceinline__ void cp_async_4(uint32_t smem, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ __forceinline__ void cp_async_bulk_prefetch_l2(const void* global, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
@@ -278,6 +287,16 @@ __device__ __forceinline__ uint32_t max_s16x2(uint32_t a, uint32_t b) {
     uint32_t d;
     asm("max.s16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
+}
+
+/// c += A B of bits, counting: 16 x 256 bits times 8 columns of 256. Lane 4r + t holds word t of rows r and r + 8 of A
+/// in a[0] and a[1], word t + 4 in a[2] and a[3]; words t and t + 4 of column r of B; and of c, rows r (c[0], c[1])
+/// and r + 8, columns 2t and 2t + 1.
+__device__ __forceinline__ void mma_and_popc(unsigned (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // Warpgroup matrix products ----------------------------------------------------------------------

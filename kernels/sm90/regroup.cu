@@ -4,52 +4,40 @@
 #ifndef TASK_QUERIES
 #define TASK_QUERIES GROUP
 #endif
-#include "window.cuh"
+#include "tasks.cuh"
+
+#ifndef MATCHING
+#define MATCHING 0  // the search: by matching or greedy
+#endif
 #if MATCHING
 #include "matching.cuh"
 #else
 #include "greedy.cuh"
 #endif
 
-#include "tasks.cuh"
+constexpr int SEARCHERS = MATCHING ? 0 : 1;                 // warps still busy with the search while others emit
+constexpr int BUSY = 32 * (SEARCHERS + EMITTERS) % BLOCK;  // threads that are not idle meanwhile
 
-constexpr int BUSY = MATCHING ? 0 : 32 * (1 + EMITTERS);  // threads that are not idle while the chain goes on
-
-/// TASK_QUERIES neighbours of the order as a task, by one warp. `slots` counts who selected each local page, two pages to a word.
+/// TASK_QUERIES neighbours of the order as a task, by one warp.
 __device__ __forceinline__ void emit_task(const PrepareParams& params, const Window& window, WindowScratch& scratch,
-                                          unsigned* slots, int first_slot, int task) {
-    const int lane = threadIdx.x % 32;
-    const int queries = min(TASK_QUERIES, window.size - first_slot), pairs = (scratch.pages + 1) / 2;
-    for (int pair = lane; pair < pairs; pair += 32) slots[pair] = 0;
-    __syncwarp();
-    for (int entry = lane; entry < queries * TOPK; entry += 32) {
-        const int slot = entry / TOPK;
-        const unsigned short page = scratch.page[scratch.pick[first_slot + slot]][entry % TOPK];
-        if (page != NO_PAGE) atomicOr(&slots[page / 2], 1u << (slot + 16 * (page % 2)));
-    }
-    __syncwarp();
+                                          int emitter, int first_slot, int task) {
+    const int lane = threadIdx.x % 32, queries = min(TASK_QUERIES, window.size - first_slot);
+    const int work = scratch.work_of(emitter, first_slot, queries);
+    Listing listing = {};
+    if (lane == 0 && params.queue) listing = take_place(params, scratch.turn, work);
 
     const int* page_table = params.page_table + static_cast<int64_t>(window.request) * params.max_pages;
     PageRecord* records = params.page_records + static_cast<int64_t>(task) * TASK_IDS;
-    const unsigned below = (1u << lane) - 1;
-    int pages = 0, work = 0;
-    for (int first = 0; first < pairs; first += 32) {
-        const unsigned both = first + lane < pairs ? slots[first + lane] : 0;
-        const unsigned members[2] = {both & 0xffff, both >> 16};
-        const unsigned found[2] = {__ballot_sync(ALL_LANES, members[0] != 0), __ballot_sync(ALL_LANES, members[1] != 0)};
-        int at = pages + __popc(found[0] & below) + __popc(found[1] & below);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (members[half] == 0) continue;
-            const unsigned short logical = scratch.logical[2 * (first + lane) + half];
-            records[at++] = {page_table[logical], logical, static_cast<unsigned short>(members[half])};
-            work += tiles_of(members[half]);
-        }
-        pages += __popc(found[0]) + __popc(found[1]);
+    int pages = 0;
+    for (int first = 0; first < scratch.pages; first += 32) {
+        const int page = first + lane;
+        const unsigned members = page < scratch.pages ? scratch.members_of(emitter, page, first_slot, queries) : 0;
+        const unsigned found = __ballot_sync(ALL_LANES, members != 0);
+        if (members)
+            records[pages + __popc(found & ((1u << lane) - 1))] = {scratch.row_of(page, page_table), scratch.logical[page],
+                                                                   static_cast<unsigned short>(members)};
+        pages += __popc(found);
     }
-    work = __reduce_add_sync(ALL_LANES, work);
-    Listing listing = {};
-    if (lane == 0 && params.queue) listing = take_place(params, scratch.turn, work);
 
     TaskRecord& record = params.task_records[task];
     if (lane < SLOTS) {
@@ -80,44 +68,40 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
                                                const Window& window, int first_task, unsigned turn,
                                                unsigned char* shared) {
     WindowScratch& scratch = *reinterpret_cast<WindowScratch*>(shared);
-    list_pages(params, window, scratch, reinterpret_cast<unsigned*>(shared + sizeof(WindowScratch)));
-    if (threadIdx.x == 0) scratch.turn = turn;  // both ways on have a barrier
-    const bool searched = params.gate <= 0 || worth_searching(params, window.size, scratch);
-    if (!searched) {
-        if (threadIdx.x < window.size) scratch.pick[threadIdx.x] = threadIdx.x;
-        __syncthreads();
-    }
+    const int* page_table = tasks ? tasks->page_table + static_cast<int64_t>(window.request) * params.max_pages : nullptr;
+    list_pages(params, page_table, window, scratch, reinterpret_cast<unsigned*>(shared + sizeof(WindowScratch)));
+    if (threadIdx.x == 0) scratch.turn = turn;  // both searches have a barrier
     // Broadcast, so that the compiler knows a warp to take one branch and keeps its collectives bare.
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 #if MATCHING
-    if (searched) search_by_matching(scratch, window.size, warp);
-    constexpr int SEARCHERS = 0;  // warps still busy
+    search_by_matching(scratch, window.size, warp);
 #else
-    if (searched) build_table(scratch);
-    if (warp == 0 && searched) search(scratch, window.size);
-    constexpr int SEARCHERS = 1;
+    build_table(scratch);
+    if (warp == 0) search(scratch, window.size);
 #endif
     if (warp < SEARCHERS || warp >= SEARCHERS + EMITTERS) return;
     int* order = params.order + static_cast<int64_t>(window.head) * params.total_q + window.begin;
     for (int task = warp - SEARCHERS; task * TASK_QUERIES < window.size; task += EMITTERS) {
         const int first = task * TASK_QUERIES, count = min(TASK_QUERIES, window.size - first);
 #if !MATCHING
-        if (searched) mbarrier_wait(smem_address(&scratch.decided[(first + count - 1) / GROUP]), 0);
+        mbarrier_wait(smem_address(&scratch.decided[(first + count - 1) / GROUP]), 0);
 #endif
         if (lane < count) order[first + lane] = window.begin + scratch.pick[first + lane];
-        if (tasks) emit_task(*tasks, window, scratch, scratch.slots[warp - SEARCHERS], first, first_task + task);
+        if (tasks) emit_task(*tasks, window, scratch, warp - SEARCHERS, first, first_task + task);
     }
 }
 
 extern __shared__ uint4 dynamic[];
 
 __device__ __forceinline__ void regroup_block(const RegroupParams& params, int block) {
+    prefetch_window(params, block);
     const Window window = find_window(params, block);
     if (window.request >= 0)
         regroup_window(params, nullptr, window, 0, 0, reinterpret_cast<unsigned char*>(dynamic));
 }
 
 __device__ __forceinline__ void plan_block(const RegroupParams& params, const PrepareParams& tasks, int block) {
+    prefetch_window(params, block);
     const auto tasks_of = [&](int request) {
         return divide_up(params.cu_seqlens_q[request + 1] - params.cu_seqlens_q[request], TASK_QUERIES);
     };
@@ -129,7 +113,7 @@ __device__ __forceinline__ void plan_block(const RegroupParams& params, const Pr
                                window.ordinal * (WINDOW / TASK_QUERIES);
         regroup_window(params, &tasks, window, first_task, turn, reinterpret_cast<unsigned char*>(dynamic));
     }
-    if (block % params.windows_per_head == 0 && threadIdx.x >= BUSY)
+    if (block % params.windows_per_head == 0 && static_cast<int>(threadIdx.x) >= BUSY)
         clear_unused_tasks(tasks, window.head, sum_before(params.requests, tasks_of));
     if (queued && block == 0) open_next_turn(tasks, turn);
 }

@@ -29,10 +29,32 @@ __device__ __forceinline__ void list_steps(const Shared& shared, int buffer, int
 __device__ __forceinline__ void prefetch_queries(const AttentionParams& params, uint32_t word) {
     constexpr int BYTES = GROUP_HEADS * HEAD_DIM * 2;
     const int lane = threadIdx.x & 31;
-    const int head = __shfl_sync(0xffffffff, word, 2), query = __shfl_sync(0xffffffff, word, (4 + 2 * lane) & 31);
+    const int head = __shfl_sync(0xffffffff, word, 2), query = __shfl_sync(0xffffffff, word, (FIRST_SLOT_WORD + 2 * lane) & 31);
     if (lane < WARPGROUPS * TILE_QUERIES && query >= 0)
         cp_async_bulk_prefetch_l2(params.q + query * params.query_bytes + head * BYTES, BYTES);
 }
+
+// A task's walk begins with its last page, unless its first query sees fewer tokens of it than this: the largest of few
+// logits says too little of those to come.
+constexpr int TOKENS_TO_BEGIN_WITH = 32;
+
+/// Where in its walk a task's page stands, by ascending logical id: from the last page to the first, since a query attends
+/// most to what is near it, and the softmax is cheapest when its largest logits come first (see exponentiate).
+struct WalkOrder {
+    int last;
+    bool swapped;  // the last but one goes first
+
+    /// A lane holds word `lane` of the task's record.
+    __device__ __forceinline__ explicit WalkOrder(uint32_t record_word) {
+        const int lane = threadIdx.x & 31, word = static_cast<int>(record_word);
+        const bool visible = lane % 2 == 1 && lane >= FIRST_SLOT_WORD && lane < FIRST_SLOT_WORD + 2 * WARPGROUPS * TILE_QUERIES;
+        const int most = __reduce_max_sync(0xffffffff, visible ? word : 0), first = __shfl_sync(0xffffffff, word, FIRST_SLOT_WORD + 1);
+        last = __shfl_sync(0xffffffff, word, 0) - 1;
+        swapped = last > 0 && first - (most - 1) / PAGE * PAGE < TOKENS_TO_BEGIN_WITH;
+    }
+
+    __device__ __forceinline__ int place_of(int page) const { return last - page < 2 ? (last - page) ^ swapped : last - page; }
+};
 
 /// Takes tasks from the queue, those with most work first, and publishes each with its page lists, as far
 /// ahead as the ring allows. After the last one comes a record with queries = NO_MORE_TASKS.
@@ -81,11 +103,10 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
         record[lane] = word;
         if (lane < TASK_WORDS - 32) record[32 + lane] = tail;
         const int pages = __shfl_sync(0xffffffff, word, 0);
-        // From the last page to the first: a query attends most to what is near it, and the softmax is cheapest
-        // when its largest logits come first (see exponentiate).
+        const WalkOrder order(word);
 #pragma unroll
         for (int i = 0; i < TASK_PAGES / 32; ++i)
-            if (32 * i + lane < pages) shared.page_list(buffer)[pages - 1 - (32 * i + lane)] = list[i];
+            if (32 * i + lane < pages) shared.page_list(buffer)[order.place_of(32 * i + lane)] = list[i];
         __syncwarp();
         list_steps(shared, buffer, pages, first_fill);
         first_fill += pages;

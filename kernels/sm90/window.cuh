@@ -9,9 +9,6 @@
 #ifndef GROUP
 #define GROUP 8
 #endif
-#ifndef MATCHING
-#define MATCHING 0  // the search: by matching (matching.cuh) or greedy (greedy.cuh)
-#endif
 
 struct RegroupParams {
     const int* topk;          // [kv_heads, total_q, 16]
@@ -24,65 +21,23 @@ struct RegroupParams {
     int max_pages;
     int kv_heads;
     int windows_per_head;
-    float gate;               // windows whose neighbours' mean union is at most this stay as they are
 };
 
-constexpr int LANE_QUERIES = WINDOW <= 64 ? 2 : 4;
-constexpr int COLUMNS = 32 * LANE_QUERIES;  // queries of the window, padded
-constexpr int WORDS = COLUMNS / 32;         // of a page's member mask
+constexpr int COLUMNS = WINDOW <= 64 ? 64 : 128;  // queries of the window, padded
 constexpr int WINDOW_PAGES = COLUMNS * TOPK;
 constexpr int GROUPS = (WINDOW + GROUP - 1) / GROUP;
-constexpr int ROW_BYTES = 256;              // of the table: a row and a lane's columns make one address by bytes
 static_assert(WINDOW >= 1 && WINDOW <= 128 && GROUP >= 1, "one warp holds the window");
 
-constexpr unsigned short NO_PAGE = 0xffff;
-// Warps that turn groups into tasks: while the greedy search goes on, or all of them after the matching.
-constexpr int EMITTERS = MATCHING ? BLOCK / 32 : 3;
-#ifndef MATCHING_STARTS
-#define MATCHING_STARTS 8
-#endif
-constexpr int STARTS = MATCHING_STARTS;  // arrangements that the matching improves side by side, as many as its oracle
-
-/// What the search by matching notes. Rows of the tables of shared pages are padded, so that those of
-/// neighbouring items begin in different banks.
-struct MatchingScratch {
-    alignas(16) unsigned char shared_of_rows[COLUMNS][COLUMNS + 16];
-    alignas(16) unsigned char shared_of_pairs[COLUMNS / 2][COLUMNS / 2 + 16];
-    unsigned members_of_pairs[WINDOW_PAGES];  // by local page: which pairs have a row that selected it
-    unsigned found[STARTS][COLUMNS / 2];      // arrangements: pairs in the format of matching.cuh
-    int overlap[STARTS];                      // pages shared by the pairs of each
-    uchar2 pairs[COLUMNS / 2];                // rows of each pair, the lower first
-    unsigned char pair_of[COLUMNS];
-};
-
-/// Dynamic shared memory; a bitmap and its prefix, sized by the page table's width, follow.
-struct WindowScratch {
-#if MATCHING
-    union {
-        struct {
-            unsigned members[WINDOW_PAGES][WORDS];
-            MatchingScratch matching;
-        };
-        unsigned slots[EMITTERS][WINDOW_PAGES / 2];
-    };
-#else
-    union {
-        unsigned members[WINDOW_PAGES][WORDS];       // by local page: which queries of the window selected it
-        unsigned short table[COLUMNS][ROW_BYTES / 2];
-    };
-    unsigned slots[EMITTERS][WINDOW_PAGES / 2];      // by pair of local pages: members among a task's slots
-#endif
-    unsigned short page[COLUMNS][TOPK];              // local page at each Top-K position; repeats are NO_PAGE
-    unsigned short logical[WINDOW_PAGES];            // by local page, ascending
+/// What either search notes of its window in dynamic shared memory, beside what is its own; a bitmap and its
+/// prefix, sized by the page table's width, follow.
+struct WindowPages {
+    unsigned short logical[WINDOW_PAGES];  // by local page, ascending
     int visible[COLUMNS];
-    alignas(16) int pick[COLUMNS];                             // query at each slot
-    uint64_t decided[GROUPS];                        // barrier of each group: its picks are made
+    alignas(16) int pick[COLUMNS];         // query at each slot
     int pages;
-    int neighbour_pages;
-    unsigned turn;                                   // of the launch, for the tasks emitted (tasks.cuh)
+    unsigned turn;                         // of the launch, for the tasks emitted (tasks.cuh)
     int warp_totals[BLOCK / 32];
 };
-static_assert(sizeof(WindowScratch) <= COLUMNS * (ROW_BYTES + 168) + 64 + 8 * GROUPS, "as the host reckons it");
 
 /// A window's place in the call. request < 0: there is no such window.
 struct Window {
@@ -104,9 +59,22 @@ __device__ __forceinline__ Window find_window(const RegroupParams& params, int b
     return window;
 }
 
-/// Ranks the window's pages, marks which queries selected each, and notes every query's local pages.
-__device__ __forceinline__ void list_pages(const RegroupParams& params, const Window& window, WindowScratch& scratch,
-                                           unsigned* bitmap) {
+/// Asks for the ids and positions of a window before its request is known, as if the call were one request: whatever
+/// the answer, the rows are near and a neighbour wants them.
+__device__ __forceinline__ void prefetch_window(const RegroupParams& params, int block) {
+    const int64_t head = block / params.windows_per_head;
+    const int row = block % params.windows_per_head * WINDOW + 2 * static_cast<int>(threadIdx.x);
+    if (threadIdx.x >= WINDOW / 2 || row >= params.total_q) return;
+    prefetch_l2(params.topk + (head * params.total_q + row) * TOPK);  // two rows of ids are 128 bytes
+    if (threadIdx.x % 16 == 0) prefetch_l2(params.positions + row);
+}
+
+/// Ranks the window's pages and tells `scratch` of them: clear() while the ids are on their way; then select(query,
+/// quarter, pages) for every four ids of a query's Top-K, -1 where one is no visible page; and fetch_row(page, entry of
+/// the page table) for every page, if there is a page table.
+template <typename Scratch>
+__device__ __forceinline__ void list_pages(const RegroupParams& params, const int* page_table, const Window& window,
+                                           Scratch& scratch, unsigned* bitmap) {
     constexpr int ENTRIES = (WINDOW_PAGES / 4 + BLOCK - 1) / BLOCK;  // int4 of ids a thread takes
     const int words = divide_up(params.max_pages, 32);
     unsigned short* before = reinterpret_cast<unsigned short*>(bitmap + words);
@@ -128,10 +96,7 @@ __device__ __forceinline__ void list_pages(const RegroupParams& params, const Wi
         for (int& id : ids[e]) id = page_visible(id, visible, params.max_pages) ? id : -1;
     }
     for (int word = threadIdx.x; word < words; word += BLOCK) bitmap[word] = 0;
-    for (int at = threadIdx.x; at < WINDOW_PAGES * WORDS / 4; at += BLOCK)
-        reinterpret_cast<uint4*>(scratch.members)[at] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x < GROUPS) mbarrier_init(smem_address(&scratch.decided[threadIdx.x]), 1);
-    if (threadIdx.x == 0) scratch.neighbour_pages = 0;
+    scratch.clear();
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < ENTRIES; ++e)
@@ -149,40 +114,16 @@ __device__ __forceinline__ void list_pages(const RegroupParams& params, const Wi
     for (int e = 0; e < ENTRIES; ++e) {
         const int query = (threadIdx.x + e * BLOCK) / 4;
         if (query >= COLUMNS) break;
-        unsigned short local[4];
+        int local[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            local[i] = NO_PAGE;
-            if (ids[e][i] < 0) continue;
-            const int page = local_page(ids[e][i]);
-            const unsigned bit = 1u << query % 32;
-            // The first to set the bit keeps the page: a repeated id counts once.
-            if (!(atomicOr(&scratch.members[page][query / 32], bit) & bit)) local[i] = page;
-        }
-        *reinterpret_cast<ushort4*>(&scratch.page[query][threadIdx.x % 4 * 4]) =
-            make_ushort4(local[0], local[1], local[2], local[3]);
+        for (int i = 0; i < 4; ++i) local[i] = ids[e][i] < 0 ? -1 : local_page(ids[e][i]);
+        scratch.select(query, threadIdx.x % 4, local);
     }
-    for (int id = threadIdx.x; id < params.max_pages; id += BLOCK)
-        if (bitmap[id / 32] >> id % 32 & 1) scratch.logical[local_page(id)] = id;
-    __syncthreads();
-}
-
-/// Whether the window can gain enough to be searched: mean |S_j u S_(j+1)| above the gate.
-__device__ __forceinline__ bool worth_searching(const RegroupParams& params, int size, WindowScratch& scratch) {
-    const int query = threadIdx.x;
-    int sum = 0;
-    if (query < size) {
-        int own = 0, shared = 0;
-        for (int position = 0; position < TOPK; ++position) {
-            const unsigned short page = scratch.page[query][position];
-            if (page == NO_PAGE) continue;
-            ++own;
-            if (query + 1 < size) shared += scratch.members[page][(query + 1) / 32] >> (query + 1) % 32 & 1;
-        }
-        sum = own * ((query > 0) + (query + 1 < size)) - shared;
+    for (int id = threadIdx.x; id < params.max_pages; id += BLOCK) {
+        if (!(bitmap[id / 32] >> id % 32 & 1)) continue;
+        const int page = local_page(id);
+        scratch.logical[page] = id;
+        if (page_table) scratch.fetch_row(page, page_table + id);
     }
-    sum = __reduce_add_sync(ALL_LANES, sum);
-    if (query % 32 == 0) atomicAdd(&scratch.neighbour_pages, sum);
     __syncthreads();
-    return scratch.neighbour_pages > params.gate * (size - 1);
 }

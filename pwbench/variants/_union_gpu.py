@@ -201,7 +201,6 @@ class _UnionWalk:
             max_pages=plan.max_pages,
             kv_heads=plan.kv_heads,
             windows_per_head=plan.windows_per_head,
-            gate=self.design.gate,
         )
 
     def _prepare_params(self, regrouped: bool) -> np.ndarray:

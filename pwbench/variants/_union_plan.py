@@ -55,7 +55,6 @@ class Design:
         cluster: blocks of a cluster; the source fixes it with ``__cluster_dims__``.
         persistent: as many blocks as fit the machine, which take tasks from a counter, longest first;
             otherwise a cluster for each task.
-        gate: windows whose neighbours' mean union is at most this many pages are not searched.
         matching: search by matching (`pwbench.grouping.match`) instead of greedily (`regroup`); groups of 4
             in windows of at most 64 rows.
         bitmap_search: search in the paper's form, where contexts fit its 512 pages; for comparison.
@@ -71,7 +70,6 @@ class Design:
     search_group: int | None = None
     search_window: int | None = None
     persistent: bool = False
-    gate: float = 0.0
     matching: bool = False
     bitmap_search: bool = False
     programmatic: bool = False
@@ -115,6 +113,7 @@ class Plan:
         window: query rows of a search window, a multiple of ``queries`` so that groups fill tasks.
         tasks_per_head, windows_per_head: bounds; request boundaries are only known on the device.
         value_bytes: of an element of a V^T image.
+        matching: whether the search is the one by matching.
         images: V^T images, one for each row of the cache and KV head.
         image_bytes: of one of them.
     """
@@ -128,6 +127,7 @@ class Plan:
     search_group: int
     window: int
     value_bytes: int = 1
+    matching: bool = False
 
     @classmethod
     def of(cls, call: SparsePrefillCall, design: Design, window: int) -> Plan:
@@ -150,6 +150,7 @@ class Plan:
             search_group=design.search_group or design.queries,
             window=max(window - window % design.queries, design.queries),
             value_bytes=design.value_bytes,
+            matching=design.matching,
         )
 
     @property
@@ -208,7 +209,8 @@ class Plan:
         """Dynamic shared memory of `regroup` (WindowScratch, then the bitmap), never less than a V image."""
         columns = 64 if self.window <= 64 else 128
         groups = -(-self.window // self.search_group)
-        return max(columns * (256 + 168) + 64 + 8 * groups + self._bitmap_bytes, self.image_bytes)
+        scratch = columns * 448 if self.matching else columns * (256 + 168) + 64 + 8 * groups
+        return max(scratch + self._bitmap_bytes, self.image_bytes)
 
 
 @dataclass(frozen=True)

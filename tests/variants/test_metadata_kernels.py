@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -90,8 +89,8 @@ class Run:
     def unions(self) -> Unions:
         return unions_of(self.tasks, self.pages)
 
-    def regroup(self, gate: float = 0.0) -> np.ndarray:
-        self._search().launch("regroup", self.plan.windows, BLOCK, self._regroup_params(gate))
+    def regroup(self) -> np.ndarray:
+        self._search().launch("regroup", self.plan.windows, BLOCK, self._regroup_params())
         return self.order
 
     def regroup_bitmap(self) -> None:
@@ -99,10 +98,10 @@ class Run:
         entries = {"regroup_bitmap": ["RegroupParams"]}
         program = compile_for_cpu(self.folder, "regroup_bitmap.cu", entries, defines)
         threads = 64 if self.plan.window <= 64 else 128
-        program.launch("regroup_bitmap", self.plan.windows, threads, self._regroup_params(0.0))
+        program.launch("regroup_bitmap", self.plan.windows, threads, self._regroup_params())
 
-    def plan_and_pack(self, gate: float = 0.0) -> None:
-        params = (self._regroup_params(gate), self._prepare_params(None), self._pack_params())
+    def plan_and_pack(self) -> None:
+        params = (self._regroup_params(), self._prepare_params(None), self._pack_params())
         self._search().launch("plan_and_pack", self.plan.windows + self.packers, BLOCK, *params)
 
     def prepare(self, order: np.ndarray | None = None) -> None:
@@ -166,13 +165,12 @@ class Run:
             "kv_heads": self.plan.kv_heads,
         }
 
-    def _regroup_params(self, gate: float) -> np.ndarray:
+    def _regroup_params(self) -> np.ndarray:
         return kernels.pack(
             kernels.params_dtype("window.cuh", "RegroupParams"),
             **self._tables(),
             order=self.order.ctypes.data,
             windows_per_head=self.plan.windows_per_head,
-            gate=gate,
         )
 
     def _prepare_params(self, order: np.ndarray | None) -> np.ndarray:
@@ -364,23 +362,6 @@ def test_groups_smaller_than_a_task_are_filled_one_by_one_not_a_task_at_a_time(f
         np.testing.assert_array_equal(order, greedy(call, 64, group))
 
 
-def test_gate_keeps_only_windows_whose_neighbours_already_share(folder: Path) -> None:
-    call = make_call(2, (128, 128), selection="random")
-    call.topk[0, :128] = call.topk[0, 0]
-    call.positions[:128] = call.positions[127]
-    mean = [
-        np.mean([len((set(a) | set(b)) - {-1}) for a, b in pairwise(rows)])
-        for rows in supports(call)[0][0].reshape(2, 128, -1).tolist()
-    ]
-    run, searched, identity = Run(folder, call, 8), greedy(call, 128, 8), identity_order(1, 256)
-    assert (searched[0, 128:] != identity[0, 128:]).any()
-    half = np.concatenate([identity[:, :128], searched[:, 128:]], axis=1)
-    for gate, order in (((mean[0] + mean[1]) / 2, half), (mean[1], identity), (mean[1] - 0.001, half)):
-        run.plan_and_pack(gate)
-        np.testing.assert_array_equal(run.order, order)
-        assert_same(run.unions, oracle_unions(call, order, 8))
-
-
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_search_by_matching_is_its_oracle_bit_for_bit(
@@ -434,16 +415,6 @@ def test_search_by_matching_of_any_ids_is_its_oracle(folder: Path, seed: int, wi
     np.testing.assert_array_equal(run.order, matched(call, window))
     assert_same(run.unions, oracle_unions(call, run.order, 8))
     assert_task_order(run)
-
-
-def test_search_by_matching_leaves_what_the_gate_spares(folder: Path) -> None:
-    call = make_call(2, (128,), (6000,), selection="random")
-    run = Run(folder, call, 8, 64, 4, matching=True)
-    run.plan_and_pack(gate=1000.0)
-    np.testing.assert_array_equal(run.order, identity_order(1, 128))
-    assert_same(run.unions, oracle_unions(call, run.order, 8))
-    run.plan_and_pack(gate=0.5)
-    np.testing.assert_array_equal(run.order, matched(call))
 
 
 # Union preparation ----------------------------------------------------------------------------
