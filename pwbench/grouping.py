@@ -24,6 +24,8 @@ SUBGROUP = 4
 """Slots whose 4 x 16 query heads fill the 64 rows of one tensor-core round."""
 MATCHING_WINDOW = 64
 """Query rows of a window that `match` searches at once."""
+MATCHING_REACH = 32
+"""Items that `match` may pair with each other: rows of half a window, all of its pairs, all of its quads."""
 MATCHING_STARTS = 8
 """Arrangements that `match` improves side by side; the best is kept."""
 MATCHING_SWEEPS = 1
@@ -244,7 +246,8 @@ def _selected(pages: np.ndarray) -> np.ndarray:
 
 
 def _pair_up(selected: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Pair the first ``2 * pairs[w]`` items of every window by the pages that they share.
+    """Pair the first ``2 * pairs[w]`` items of every window by the pages that they share, in stretches of
+    `MATCHING_REACH` items.
 
     Args:
         selected: ``[nW, items, pages]`` of 0.0 and 1.0.
@@ -253,13 +256,18 @@ def _pair_up(selected: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     Returns:
         Partners, the lower first, by the lower: ``[nW, items / 2, 2]``. Pairs past the last stay where they are.
     """
-    shared = (selected @ selected.transpose(0, 2, 1)).astype(np.int16)
-    arrangements = _Arrangements.start(shared, pairs)
+    windows, items, pages = selected.shape
+    reach = min(items, MATCHING_REACH)
+    begin = np.arange(0, items, reach)
+    apart = selected.reshape(-1, reach, pages)
+    shared = (apart @ apart.transpose(0, 2, 1)).astype(np.int16)
+    arrangements = _Arrangements.start(shared, np.clip(pairs[:, None] - begin // 2, 0, reach // 2).ravel())
     for sweep in range(MATCHING_SWEEPS):
         arrangements.sweep(ties=sweep < MATCHING_SWEEPS - 1)
     found = np.sort(arrangements.best(), axis=2)
     by_lower = np.argsort(found[..., :1], axis=1)
-    return np.take_along_axis(found, by_lower, axis=1)
+    found = np.take_along_axis(found, by_lower, axis=1).reshape(windows, len(begin), -1, 2)
+    return (found + begin[:, None, None]).reshape(windows, items // 2, 2)
 
 
 class _Arrangements:

@@ -42,25 +42,32 @@ struct WindowScratch : WindowPages {
     __device__ __forceinline__ void fetch_row(int, const int*) {}
     __device__ __forceinline__ int row_of(int local, const int* page_table) const { return page_table[logical[local]]; }
 
-    /// Counts who selected each page, by one warp, and what tiles that costs.
-    __device__ __forceinline__ int work_of(int emitter, int first_slot, int queries) {
-        const int lane = threadIdx.x % 32;
-        for (int pair = lane; pair < (pages + 1) / 2; pair += 32) slots[emitter][pair] = 0;
-        __syncwarp();
-        for (int entry = lane; entry < queries * TOPK; entry += 32) {
-            const int slot = entry / TOPK;
-            const unsigned short local = page[pick[first_slot + slot]][entry % TOPK];
-            if (local != NO_PAGE) atomicOr(&slots[emitter][local / 2], 1u << (slot + 16 * (local % 2)));
-        }
-        __syncwarp();
-        int work = 0;
-        for (int local = lane; local < pages; local += 32) work += tiles_of(members_of(emitter, local, first_slot, queries));
-        return __reduce_add_sync(ALL_LANES, work);
-    }
+    /// Which of a task's slots selected each page, counted by one warp, and what tiles that costs.
+    struct Members {
+        const unsigned* slots;
 
-    __device__ __forceinline__ unsigned members_of(int emitter, int local, int, int) const {
-        return slots[emitter][local / 2] >> 16 * (local % 2) & 0xffff;
-    }
+        __device__ __forceinline__ Members(WindowScratch& scratch, int emitter, int first_slot, int queries)
+            : slots(scratch.slots[emitter]) {
+            const int lane = threadIdx.x % 32;
+            unsigned* counted = scratch.slots[emitter];
+            for (int pair = lane; pair < (scratch.pages + 1) / 2; pair += 32) counted[pair] = 0;
+            __syncwarp();
+            for (int entry = lane; entry < queries * TOPK; entry += 32) {
+                const int slot = entry / TOPK;
+                const unsigned short page = scratch.page[scratch.pick[first_slot + slot]][entry % TOPK];
+                if (page != NO_PAGE) atomicOr(&counted[page / 2], 1u << (slot + 16 * (page % 2)));
+            }
+            __syncwarp();
+        }
+
+        __device__ __forceinline__ int work(int pages) const {
+            int work = 0;
+            for (int page = threadIdx.x % 32; page < pages; page += 32) work += tiles_of(of(page));
+            return __reduce_add_sync(ALL_LANES, work);
+        }
+
+        __device__ __forceinline__ unsigned of(int page) const { return slots[page / 2] >> 16 * (page % 2) & 0xffff; }
+    };
 };
 static_assert(sizeof(WindowScratch::members) <= sizeof(WindowScratch::table), "one place for both");
 static_assert(sizeof(WindowScratch) <= COLUMNS * (ROW_BYTES + 168) + 64 + 8 * GROUPS, "as the host reckons it");

@@ -19,21 +19,23 @@ static_assert(WINDOW <= 64, "rows of a window that one block pairs up");
 
 constexpr int STARTS = MATCHING_STARTS;  // arrangements that are improved side by side, as many as the oracle's
 constexpr int LEVELS = 3;                // rows, pairs, quads
+constexpr int REACH = 32;                // items that may become partners: rows of half a window, all pairs, all quads
 constexpr int EMITTERS = BLOCK / 32;     // warps that turn groups into tasks
 constexpr int BITS_STRIDE = WINDOW_PAGES / 32 + 4;  // words; eight rows that are read together meet no bank twice
 constexpr unsigned ABSENT_OVERLAP = 127; // of pairs past the window's last: more than any exchange offers
-static_assert(STARTS * COLUMNS / 16 % 32 == 0, "whole warps arrange quads");
+static_assert(COLUMNS == 2 * REACH, "two stretches of rows");
+static_assert(STARTS * REACH / 8 % 32 == 0, "whole warps arrange quads");
 
 /// Items of a level: rows, pairs of them, pairs of pairs.
 __device__ __forceinline__ int items_of(int level) { return COLUMNS >> level; }
 
 struct WindowScratch : WindowPages {
     alignas(16) unsigned bits[2 * COLUMNS - COLUMNS / 4][BITS_STRIDE];  // of rows, pairs and quads: what each selected
-    unsigned char shared[COLUMNS][COLUMNS + 16];  // pages that two items of the level in hand share; bank by bank
-    unsigned short found[STARTS][COLUMNS / 2];    // arrangements: two items in a byte each
-    int overlap[STARTS];                          // pages that the pairs of each share
-    uchar2 pairs[COLUMNS - COLUMNS / 8];          // of rows, of pairs, of quads: the lower item first
-    int physical[WINDOW_PAGES];                   // by local page: its row of the cache
+    unsigned char shared[COLUMNS][REACH + 16];          // pages that an item of the level in hand shares with those in reach
+    unsigned short found[2][STARTS][REACH / 2];         // arrangements of a stretch: two items in a byte each
+    int overlap[2][STARTS];                             // pages that the pairs of each share
+    uchar2 pairs[COLUMNS - COLUMNS / 8];                // of rows, of pairs, of quads: the lower item first
+    int physical[WINDOW_PAGES];                         // by local page: its row of the cache
 
     __device__ __forceinline__ unsigned (*bits_of(int level))[BITS_STRIDE] { return bits + 2 * (COLUMNS - items_of(level)); }
     __device__ __forceinline__ uchar2* pairs_of(int level) { return pairs + (COLUMNS - items_of(level)); }
@@ -52,44 +54,59 @@ struct WindowScratch : WindowPages {
     __device__ __forceinline__ void fetch_row(int page, const int* entry) { cp_async_4(smem_address(&physical[page]), entry); }
     __device__ __forceinline__ int row_of(int page, const int*) const { return physical[page]; }
 
-    /// Tiles that the task of slots first_slot and up costs, by one warp: a lane takes 32 pages.
-    __device__ __forceinline__ int work_of(int, int first_slot, int queries) const {
-        const int lane = threadIdx.x % 32;
-        int work = 0;
-        for (int tile = 0; tile < queries; tile += SUBGROUP) {
-            unsigned all = 0;
-            if (32 * lane < pages)
-                for (int slot = tile; slot < min(tile + SUBGROUP, queries); ++slot) all |= bits[pick[first_slot + slot]][lane];
-            work += __popc(all);
-        }
-        return __reduce_add_sync(ALL_LANES, work);
-    }
+    /// Which of a task's slots selected each page, and what tiles that costs. Absent slots have no bits.
+    struct Members {
+        const unsigned* rows[TASK_QUERIES];
 
-    /// Which of a task's slots selected a page.
-    __device__ __forceinline__ unsigned members_of(int, int page, int first_slot, int queries) const {
-        unsigned members = 0;
+        __device__ __forceinline__ Members(const WindowScratch& scratch, int, int first_slot, int) {
 #pragma unroll
-        for (int slot = 0; slot < TASK_QUERIES; ++slot)
-            if (slot < queries) members |= (bits[pick[first_slot + slot]][page / 32] >> page % 32 & 1) << slot;
-        return members;
-    }
-    static_assert(WINDOW_PAGES <= 32 * 32, "a lane for every word of bits");
-};
+            for (int slot = 0; slot < TASK_QUERIES; slot += 4) {
+                const int4 picks = *reinterpret_cast<const int4*>(&scratch.pick[first_slot + slot]);
+                rows[slot] = scratch.bits[picks.x], rows[slot + 1] = scratch.bits[picks.y];
+                rows[slot + 2] = scratch.bits[picks.z], rows[slot + 3] = scratch.bits[picks.w];
+            }
+        }
 
+        /// By one warp: a lane takes 32 pages.
+        __device__ __forceinline__ int work(int pages) const {
+            static_assert(WINDOW_PAGES <= 32 * 32, "a lane for every word of bits");
+            const int lane = threadIdx.x % 32;
+            int work = 0;
+            if (32 * lane < pages) {
+#pragma unroll
+                for (int tile = 0; tile < TASK_QUERIES; tile += SUBGROUP) {
+                    unsigned all = 0;
+#pragma unroll
+                    for (int slot = tile; slot < tile + SUBGROUP; ++slot) all |= rows[slot][lane];
+                    work += __popc(all);
+                }
+            }
+            return __reduce_add_sync(ALL_LANES, work);
+        }
+
+        __device__ __forceinline__ unsigned of(int page) const {
+            unsigned members = 0;
+#pragma unroll
+            for (int slot = 0; slot < TASK_QUERIES; ++slot) members |= (rows[slot][page / 32] >> page % 32 & 1) << slot;
+            return members;
+        }
+    };
+};
+static_assert(TASK_QUERIES % 4 == 0, "picks are read four at a time");
 static_assert(sizeof(WindowScratch) <= COLUMNS * 448, "as the host reckons it");
 
-/// Pages that each two items of a level share: its bits times themselves.
+/// Pages that each two items of a level share that are in reach of each other: its bits times themselves.
 __device__ __forceinline__ void count_shared(WindowScratch& scratch, int level, int warp) {
-    const int columns = items_of(level) / 8, tiles = items_of(level) / 16 * columns;
+    const int tiles = level == LEVELS - 1 ? 2 : 16 >> level;  // 16 items by 8, of two rows of tiles a stretch or, at last, one
     const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(level);
 #pragma unroll 1
     for (int tile = warp; tile < tiles; tile += BLOCK / 32) {
-        const int row = tile / columns * 16 + r, column = tile % columns * 8;
+        const int row = tile / 4 * 16 + r, column = tile % 4 * 8, begin = tile / 8 * REACH;
         unsigned counts[4] = {};
         for (int word = t; 32 * (word - t) < scratch.pages; word += 8) {
             const unsigned a[4] = {bits[row][word], bits[row + 8][word], bits[row][word + 4], bits[row + 8][word + 4]};
-            const unsigned b[2] = {bits[column + r][word], bits[column + r][word + 4]};
+            const unsigned b[2] = {bits[begin + column + r][word], bits[begin + column + r][word + 4]};
             mma_and_popc(counts, a, b);
         }
 #pragma unroll
@@ -104,12 +121,14 @@ struct ItemPair {
     unsigned items, overlap;
 };
 
+using SharedPages = unsigned char[REACH + 16];
+
 /// (a, b) meets (c, d): they become (a, c), (b, d) or (a, d), (c, b) if those share at least `gain` more pages.
-__device__ __forceinline__ void meet(const WindowScratch& scratch, ItemPair& x, ItemPair& y, unsigned gain) {
+__device__ __forceinline__ void meet(const SharedPages* shared, ItemPair& x, ItemPair& y, unsigned gain) {
     // Bytes of x's items, then of y's, for __byte_perm; byte 2 is zero.
     constexpr unsigned AB = 0x2210, CD = 0x2254, AC = 0x2240, BD = 0x2251, AD = 0x2250, CB = 0x2214;
     const unsigned a = x.items & 0xff, b = x.items >> 8, c = y.items & 0xff, d = y.items >> 8;
-    const unsigned ac = scratch.shared[a][c], bd = scratch.shared[b][d], ad = scratch.shared[a][d], cb = scratch.shared[c][b];
+    const unsigned ac = shared[a][c], bd = shared[b][d], ad = shared[a][d], cb = shared[c][b];
     const unsigned straight = ac + bd, crossed = ad + cb;
     const bool direct = straight >= crossed, change = max(straight, crossed) >= x.overlap + y.overlap + gain;
     const unsigned into_x = !change ? AB : direct ? AC : AD, into_y = !change ? CD : direct ? BD : CB;
@@ -124,57 +143,73 @@ __device__ __forceinline__ ItemPair from_lane(const ItemPair& pair, int distance
     return {__shfl_xor_sync(ALL_LANES, pair.items, distance), __shfl_xor_sync(ALL_LANES, pair.overlap, distance)};
 }
 
-/// Improves STARTS arrangements of the first 2 * pairs items of a level, by as many groups of items / 4
-/// threads. A thread holds two pairs, x and y. See _Arrangements in pwbench/grouping.py for who meets when.
-__device__ __forceinline__ void arrange(WindowScratch& scratch, int level, int pairs) {
-    const int places = items_of(level) / 4;
-    const int start = threadIdx.x / places, place = threadIdx.x % places;
-    const int factor = 2 * start + 1, inverse = factor * (2 - factor * factor);  // modulo 64
-    static_assert(COLUMNS / 2 <= 64, "as exact as the inverse is");
+/// Where a thread stands among those that arrange a level: a stretch of items in reach of each other takes STARTS groups of
+/// as many threads as it has places, a quarter of its items.
+struct Seat {
+    int stretch, start, place, places;
+
+    __device__ __forceinline__ explicit Seat(int level) {
+        const int shift = level == LEVELS - 1 ? 2 : 3;  // of REACH / 4 places, or half as many
+        static_assert(REACH / 4 == 1 << 3 && COLUMNS >> (LEVELS - 1) == REACH / 2, "places of the levels");
+        places = 1 << shift;
+        place = threadIdx.x & (places - 1);
+        start = threadIdx.x >> shift & (STARTS - 1);
+        stretch = threadIdx.x >> shift >> STARTS_SHIFT;
+    }
+    static constexpr int STARTS_SHIFT = 3;
+    static_assert(STARTS == 1 << STARTS_SHIFT, "as shifted");
+};
+
+/// Pairs of one stretch, of a level's first `pairs`.
+__device__ __forceinline__ int pairs_in(int stretch, int pairs) { return min(max(pairs - stretch * (REACH / 2), 0), REACH / 2); }
+
+/// Improves STARTS arrangements of every stretch of a level, of which the first `pairs` pairs exist. A thread holds two
+/// pairs, x and y. See _Arrangements in pwbench/grouping.py for who meets when.
+__device__ __forceinline__ void arrange(WindowScratch& scratch, const Seat& seat, int pairs) {
+    const SharedPages* shared = scratch.shared + seat.stretch * REACH;
+    const int factor = 2 * seat.start + 1, inverse = factor * (2 - factor * factor);  // modulo 64
+    const unsigned items = 2 * pairs_in(seat.stretch, pairs);
     auto first_pair = [&](int at) -> ItemPair {
-        const unsigned first = 2 * (at * inverse & (2 * places - 1));
-        return {first | (first + 1) << 8, first < 2u * pairs ? scratch.shared[first][first + 1] : ABSENT_OVERLAP};
+        const unsigned first = 2 * (at * inverse & (2 * seat.places - 1));
+        return {first | (first + 1) << 8, first < items ? shared[first][first + 1] : ABSENT_OVERLAP};
     };
-    ItemPair x = first_pair(2 * place), y = first_pair(2 * place + 1);
+    ItemPair x = first_pair(2 * seat.place), y = first_pair(2 * seat.place + 1);
 #pragma unroll 1
     for (int sweep = 0; sweep < SWEEPS; ++sweep) {
         const unsigned gain = sweep == SWEEPS - 1;  // equals are exchanged too, but for the last time around
 #pragma unroll 1
-        for (int reach = places; reach > 1; reach /= 2) {
+        for (int reach = seat.places; reach > 0; reach /= 2) {
 #pragma unroll 1
             for (int meeting = 1; meeting <= reach; ++meeting) {
-                meet(scratch, x, y, gain);
+                meet(shared, x, y, gain);
                 y = from_lane(y, meeting == reach ? reach / 2 : meeting & -meeting);
             }
-            const bool upper = place & reach / 2;
+            const bool upper = seat.place & reach / 2;
             const ItemPair other = from_lane({upper ? x.items : y.items, upper ? x.overlap : y.overlap}, reach / 2);
             x = upper ? other : x;
             y = upper ? y : other;
         }
-        meet(scratch, x, y, gain);
     }
     unsigned overlap = x.overlap + y.overlap;
-    for (int step = places / 2; step > 0; step /= 2) overlap += __shfl_xor_sync(ALL_LANES, overlap, step);
-    if (place == 0) scratch.overlap[start] = overlap;
-    scratch.found[start][2 * place] = x.items;
-    scratch.found[start][2 * place + 1] = y.items;
+    for (int step = seat.places / 2; step > 0; step /= 2) overlap += __shfl_xor_sync(ALL_LANES, overlap, step);
+    if (seat.place == 0) scratch.overlap[seat.stretch][seat.start] = overlap;
+    unsigned short* found = scratch.found[seat.stretch][seat.start];
+    found[2 * seat.place] = x.items;
+    found[2 * seat.place + 1] = y.items;
 }
 
-/// Keeps the arrangement whose pairs share the most pages, the earliest of several, in the order of the pairs'
-/// lower items, by one warp. Pairs past the last were never parted and stay.
-__device__ __forceinline__ void settle(WindowScratch& scratch, int level, int pairs) {
+/// Keeps the arrangement of a stretch whose pairs share the most pages, the earliest of several, in the order of the
+/// pairs' lower items, by one warp. Pairs past the last were never parted, and stay.
+__device__ __forceinline__ void settle(WindowScratch& scratch, int level, int stretch) {
     const int lane = threadIdx.x % 32;
-    const unsigned key = lane < STARTS ? scratch.overlap[lane] * STARTS + STARTS - 1 - lane : 0;
+    const unsigned key = lane < STARTS ? scratch.overlap[stretch][lane] * STARTS + STARTS - 1 - lane : 0;
     const int best = STARTS - 1 - __reduce_max_sync(ALL_LANES, key) % STARTS;
-    const bool listed = lane < items_of(level) / 2;
-    const unsigned found = listed ? scratch.found[best][lane] : 0;
+    const bool listed = lane < min(REACH, items_of(level)) / 2;
+    const unsigned found = listed ? scratch.found[stretch][best][lane] : 0;
     const int lower = min(found & 0xff, found >> 8), upper = max(found & 0xff, found >> 8);
-    const bool exists = listed && lower < 2 * pairs;
-    const unsigned bit = exists ? 1u << lower % 32 : 0;
-    const unsigned low = __reduce_or_sync(ALL_LANES, lower < 32 ? bit : 0);
-    const unsigned high = __reduce_or_sync(ALL_LANES, lower < 32 ? 0 : bit);
-    const int before = lower < 32 ? __popc(low & (bit - 1)) : __popc(low) + __popc(high & (bit - 1));
-    if (listed) scratch.pairs_of(level)[exists ? before : lower / 2] = make_uchar2(lower, upper);
+    const unsigned bit = listed ? 1u << lower : 0, all = __reduce_or_sync(ALL_LANES, bit);
+    const int begin = stretch * REACH;
+    if (listed) scratch.pairs_of(level)[begin / 2 + __popc(all & (bit - 1))] = make_uchar2(begin + lower, begin + upper);
 }
 
 /// What the pairs of a level selected: the bits of the next level's items.
@@ -193,12 +228,12 @@ __device__ __forceinline__ void join(WindowScratch& scratch, int level) {
 __device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int size, int warp) {
 #pragma unroll 1
     for (int level = 0; level < LEVELS; ++level) {
-        const int pairs = size / 4 * 2 >> level;
+        const int stretches = level == 0 ? 2 : 1;
         count_shared(scratch, level, warp);
         __syncthreads();
-        if (warp < STARTS * items_of(level) / 4 / 32) arrange(scratch, level, pairs);
+        if (warp < STARTS * items_of(level) / 4 / 32) arrange(scratch, Seat(level), size / 4 * 2 >> level);
         __syncthreads();
-        if (warp == 0) settle(scratch, level, pairs);
+        if (warp < stretches) settle(scratch, level, warp);
         __syncthreads();
         if (level == LEVELS - 1) break;
         join(scratch, level);

@@ -22,7 +22,8 @@ constexpr int BUSY = 32 * (SEARCHERS + EMITTERS) % BLOCK;  // threads that are n
 __device__ __forceinline__ void emit_task(const PrepareParams& params, const Window& window, WindowScratch& scratch,
                                           int emitter, int first_slot, int task) {
     const int lane = threadIdx.x % 32, queries = min(TASK_QUERIES, window.size - first_slot);
-    const int work = scratch.work_of(emitter, first_slot, queries);
+    const WindowScratch::Members members(scratch, emitter, first_slot, queries);
+    const int work = members.work(scratch.pages);
     Listing listing = {};
     if (lane == 0 && params.queue) listing = take_place(params, scratch.turn, work);
 
@@ -31,11 +32,11 @@ __device__ __forceinline__ void emit_task(const PrepareParams& params, const Win
     int pages = 0;
     for (int first = 0; first < scratch.pages; first += 32) {
         const int page = first + lane;
-        const unsigned members = page < scratch.pages ? scratch.members_of(emitter, page, first_slot, queries) : 0;
-        const unsigned found = __ballot_sync(ALL_LANES, members != 0);
-        if (members)
+        const unsigned who = page < scratch.pages ? members.of(page) : 0;
+        const unsigned found = __ballot_sync(ALL_LANES, who != 0);
+        if (who)
             records[pages + __popc(found & ((1u << lane) - 1))] = {scratch.row_of(page, page_table), scratch.logical[page],
-                                                                   static_cast<unsigned short>(members)};
+                                                                   static_cast<unsigned short>(who)};
         pages += __popc(found);
     }
 
