@@ -86,7 +86,7 @@ struct Shared {
     __device__ uint32_t q_free(int b) const { return q_full(Q_BUFFERS + b); }
 };
 
-/// Waits for task n of this CTA; its record is valid until the consumers free it.
+/// Waits for task n of this CTA; its record is valid until the thread arrives on `task_free`.
 __device__ __forceinline__ const TaskRecord* wait_task(const Shared& shared, int n) {
     mbarrier_wait(shared.task_full(n % TASK_BUFFERS), (n / TASK_BUFFERS) & 1);
     return shared.task(n % TASK_BUFFERS);
@@ -127,13 +127,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             mbarrier_init(shared.page_full(s), 1);
             mbarrier_init(shared.page_free(s), WARPGROUPS * TILE_WARPS);
         }
+        // What ordinary loads and stores touch is handed on by each thread for itself: those that wrote it arrive
+        // on `full`, those that read it on `free`. A lane that arrives for its warp after a __syncwarp orders it as
+        // well, but no race checker sees the lanes' accesses ordered then, and a task is too long for it to pay.
         for (int b = 0; b < TASK_BUFFERS; ++b) {
-            mbarrier_init(shared.task_full(b), 1);
-            mbarrier_init(shared.task_free(b), WARPGROUPS * TILE_WARPS + 1 + QUERY_WARPS);
+            mbarrier_init(shared.task_full(b), 32);
+            mbarrier_init(shared.task_free(b), CONSUMERS + QUERY_WARPS * 32 + 1);  // and the thread that copies pages
         }
         for (int b = 0; b < Q_BUFFERS; ++b) {
-            mbarrier_init(shared.q_full(b), QUERY_WARPS);
-            mbarrier_init(shared.q_free(b), WARPGROUPS * TILE_WARPS);
+            mbarrier_init(shared.q_full(b), QUERY_WARPS * 32);
+            mbarrier_init(shared.q_free(b), CONSUMERS);
         }
         *shared.issued() = 0;
         fence_mbarrier_init();

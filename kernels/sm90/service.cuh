@@ -89,8 +89,7 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
         __syncwarp();
         list_steps(shared, buffer, pages, first_fill);
         first_fill += pages;
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.task_full(buffer));
+        mbarrier_arrive(shared.task_full(buffer));
         if (last) return;
         prefetch_queries(params, word);
         if (lane == 0) next = take_one(&queue.next);
@@ -139,10 +138,7 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const Atten
 #pragma unroll 1
         for (int part = n == 0 ? 2 * WARPGROUPS : warp; part < 2 * WARPGROUPS; part += QUERY_WARPS)
             load_queries<QUERY_LOADS>(shared, params, task, part / 2, buffer, part % 2 * 32, part % 2 * 32 + 32);
-        __syncwarp();
-        if ((threadIdx.x & 31) == 0) {
-            if (n > 0) mbarrier_arrive(shared.q_full(buffer));
-            mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
-        }
+        if (n > 0) mbarrier_arrive(shared.q_full(buffer));
+        mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
     }
 }

@@ -68,13 +68,10 @@ __device__ __forceinline__ void wait_queries(const Shared& shared, const Attenti
     }
 }
 
-/// The warp is done with task n's Q tile, record and page list.
+/// The thread is done with task n's Q tile, record and page list.
 __device__ __forceinline__ void release_task(const Shared& shared, int n) {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) {
-        mbarrier_arrive(shared.q_free(n % Q_BUFFERS));
-        mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
-    }
+    mbarrier_arrive(shared.q_free(n % Q_BUFFERS));
+    mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
 }
 
 /// Where the warp's 16 output rows lie.
