@@ -127,9 +127,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch_tensormap(&keys);
         for (int f = 0; f < FILLS; ++f) mbarrier_init(shared.page_full(f), 1);
         for (int s = 0; s < STAGES; ++s) mbarrier_init(shared.page_free(s), WARPGROUPS * TILE_WARPS);
-        // What ordinary loads and stores touch is handed on by each thread for itself: those that wrote it arrive
-        // on `full`, those that read it on `free`. A lane that arrives for its warp after a __syncwarp orders it as
-        // well, but no race checker sees the lanes' accesses ordered then, and a task is too long for it to pay.
+        // Tasks and Q tiles are touched by ordinary loads and stores, so each thread arrives for itself: on `full`
+        // if it wrote, on `free` if it read. One lane could for its warp, after a __syncwarp, as it does for pages; but
+        // a race checker follows no order through a third thread, and once a task the other 31 arrivals cost little.
         for (int b = 0; b < TASK_BUFFERS; ++b) {
             mbarrier_init(shared.task_full(b), 32);
             mbarrier_init(shared.task_free(b), CONSUMERS + QUERY_WARPS * 32 + 1);  // and the thread that copies pages

@@ -253,6 +253,16 @@ def test_every_row_is_written_and_close_to_the_reference(program, design, name) 
     assert not out[wanted.abs().amax((1, 2)) == 0].any()
 
 
+def test_the_list_of_programs_knows_the_shared_memory_of_each(program, design) -> None:
+    kind, _ = design
+    listed = [
+        one.shared
+        for one in kernels.programs()
+        if one.source == kind.source and one.defines.get("ACCURATE") == kind.defines.get("ACCURATE")
+    ]
+    assert listed == [program(kind).constant("shared_bytes")]
+
+
 def test_any_grid_order_and_repetition_write_the_same_bits(program, design) -> None:
     kind, _ = design
     call = make_call(11, (20, 0, 9), (700, 0, 300), kv_heads=2)
