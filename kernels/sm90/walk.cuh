@@ -26,9 +26,9 @@ __device__ __forceinline__ Owner owner_of(const TaskRecord* task, int group) {
 
 /// Whether a page may be read, without waiting: one answer for the warp, meant for a page that the last one may be
 /// held for (may_hold).
-/// NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some. The answer is right because the
-/// barrier's phase before is known to be over: it was that of a page FILLS ahead of this one, so STAGES or more ahead
-/// of the last one read, and that was not copied before all such pages had been read.
+/// NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some. The phase before this page's is
+/// known to be over: it belonged to the page FILLS earlier, so more than STAGES earlier than the one held, which was
+/// copied only when everything so much earlier had been read.
 __device__ __forceinline__ bool page_ready(const Shared& shared, const Page& page) {
     return __all_sync(0xffffffff, mbarrier_test_wait(shared.page_full(page.full), page.phase));
 }
