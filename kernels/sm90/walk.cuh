@@ -11,7 +11,8 @@ struct Page {
 };
 
 __device__ __forceinline__ Page page_of(uint32_t fill, uint32_t place) {
-    return {fill, static_cast<int>(place & 0xffff), static_cast<int>(place >> 16 & 15), place >> 20 & 7, place >> 23 & 15, place >> 27};
+    return {fill, static_cast<int>(place & 0xffff), static_cast<int>(place >> 16 & 15), place >> 20 & 7,
+            place >> 23 & 15, place >> 27};
 }
 
 /// What a warp needs of a task beside its pages.
