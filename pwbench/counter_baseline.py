@@ -25,8 +25,8 @@ SCHEMA_NAME = "pwbench.counters"
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
 DEFAULT = Path("results") / "counters.json"
 GROUP = 8
-SEARCHES = {"regroup-w64": (64, 8), "regroup-w128": (128, 8), "regroup-w64-g4": (64, 4)}
-"""Window and group of the greedy searches that are counted; page lists are of `GROUP` queries in all."""
+SEARCHES = {"regroup-w64": 64, "regroup-w128": 128}
+"""Window of the greedy searches that are counted, for groups of `GROUP` queries."""
 MATCHING = f"match-w{MATCHING_WINDOW}"
 """The search by matching, counted too."""
 PAGE_MAJOR = {
@@ -71,8 +71,8 @@ def count_capture(capture: Capture) -> dict[str, dict[str, int]]:
         "per-query": counters.count(call, pages, original, 1),
         "original": counters.count(call, pages, original, GROUP),
     }
-    for name, (window, group) in SEARCHES.items():
-        order = regroup(pages, bounds, window=window, group=group)
+    for name, window in SEARCHES.items():
+        order = regroup(pages, bounds, window=window, group=GROUP)
         found[name] = counters.count(call, pages, order, GROUP)
     found[MATCHING] = counters.count(call, pages, match(pages, bounds), GROUP)
     for name in PAGE_MAJOR:

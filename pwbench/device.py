@@ -175,16 +175,19 @@ def cupy_version() -> str | None:
 
 @cache
 def commit() -> str:
-    """The checkout's commit; where the code differs from it, ``-dirty-`` and a hash of the difference,
-    so that two measurements of one name measured one program. Outside a checkout: ``PWBENCH_COMMIT``."""
+    """``PWBENCH_COMMIT`` where it is set: whoever copies the code to another machine knows better than a git
+    there. Else the checkout's commit; where the code differs from it, ``-dirty-`` and a hash of the
+    difference, so that two measurements of one name measured one program. Empty outside a checkout."""
+    if given := os.environ.get("PWBENCH_COMMIT"):
+        return given
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
-        return os.environ.get("PWBENCH_COMMIT", "")
+        return ""
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD").strip()
         changed = _git(root, "diff", "HEAD", "--no-ext-diff", "--", "pwbench", "kernels")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("PWBENCH_COMMIT", "")
+        return ""
     return f"{head}-dirty-{hashlib.sha256(changed.encode()).hexdigest()[:6]}" if changed else head
 
 

@@ -162,10 +162,8 @@ def _grouping_of(row: Row, groupings: Mapping[str, Any]) -> Mapping[str, Any]:
     if row["variant"] in groupings:  # one that counts in a way of its own
         return dict(groupings[row["variant"]])
     if row["window"] is not None:
-        group = search_group(row["variant"])
-        if searches_by_matching(row["variant"]):
-            return groupings.get(counter_baseline.MATCHING, {})
-        name = f"regroup-w{int(row['window'])}" + (f"-g{group}" if group != counter_baseline.GROUP else "")
+        matching = searches_by_matching(row["variant"])
+        name = counter_baseline.MATCHING if matching else f"regroup-w{int(row['window'])}"
         return groupings.get(name, {})
     alone = groupings.get("per-query", {})
     return alone if alone.get("groups") == row["groups"] else groupings.get("original", {})

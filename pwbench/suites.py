@@ -165,17 +165,8 @@ def _prefill_chunk(path: str | Path, name: str, body: Mapping[str, Any]) -> int:
     return value
 
 
-def plan(specs: Iterable[CaptureSpec]) -> dict[str, list[Target]]:
-    """Model runs that the recorded captures need: prompt -> targets, each once."""
-    runs: dict[str, dict[Target, None]] = {}
-    for spec in specs:
-        for prompt, target in spec.targets:
-            runs.setdefault(prompt, {})[target] = None
-    return {prompt: list(targets) for prompt, targets in runs.items()}
-
-
 def runs(specs: Iterable[CaptureSpec]) -> list[tuple[str, int, list[Target]]]:
-    """The model runs of `plan`, one by one: (prompt, prefill chunk, targets).
+    """Model runs that the recorded captures need: (prompt, prefill chunk, targets), each target once.
 
     Contexts that are whole chunks share one run of a prompt; each other context has one of its own, since
     its end cuts a chunk that longer contexts have whole.

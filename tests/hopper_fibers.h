@@ -16,6 +16,7 @@
 #include <map>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 struct Index { unsigned x = 0, y = 0, z = 0; };

@@ -172,6 +172,17 @@ inline bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
     if (!over) emulator::poll();
     return over;
 }
+inline uint32_t& shared_word(uint32_t address) { return reinterpret_cast<uint32_t&>(shared_byte(address)); }
+inline uint32_t atom_exch_shared(uint32_t address, uint32_t value) {
+    emulator::stumble();
+    emulator::event();
+    return std::exchange(shared_word(address), value);
+}
+/// NOTE: no event, or a loop that asks for a word would never be found waiting.
+inline uint32_t atom_or_shared(uint32_t address, uint32_t bits) {
+    emulator::stumble();
+    return std::exchange(shared_word(address), shared_word(address) | bits);
+}
 inline void fence_mbarrier_init() {}
 inline void fence_proxy_async_shared() {}
 inline void fence_proxy_async_global() {}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import ArgumentTypeError
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from pwbench import results
+from pwbench import results, variants
 from pwbench.capture import write
 from tests.calls import make_call
 
@@ -112,3 +114,44 @@ def test_the_sanitizers_calls_are_valid_and_small() -> None:
     for arguments in CALLS.values():
         call = make_call(seed=1, query_gain=1.0, **arguments)
         assert call.total_q <= 200
+
+
+def test_a_form_of_an_attention_kernel_is_its_design_with_macros_of_its_own(monkeypatch) -> None:
+    from attention_bench import macros_of, with_macros
+
+    from pwbench.variants import _union_plan
+
+    monkeypatch.setattr(_union_plan, "DESIGNS", dict(_union_plan.DESIGNS))
+    assert with_macros("pageweaver", macros_of("")) == "pageweaver"
+    name = with_macros("pageweaver", macros_of("TRY=-1,MORE=2"))
+    assert "-" not in name, "the part of a variant's name before the first hyphen names the design"
+    for precision, shipped in _union_plan.DESIGNS["pageweaver"].items():
+        form = _union_plan.DESIGNS[name][precision]
+        assert form == replace(shipped, defines={**shipped.defines, "TRY": -1, "MORE": 2})
+    for junk in ("TRY", "TRY=x", "TRY=1=2"):
+        with pytest.raises(ArgumentTypeError, match=r"is not NAME=NUMBER"):
+            macros_of(junk)
+
+
+@pytest.mark.parametrize("name", ["union8", "union8-precomputed"])
+def test_every_form_has_a_line_of_figures_or_says_why_not(name: str) -> None:
+    from attention_bench import COLUMNS, lines
+
+    call = make_call(2, q_lens=(70,), selection="local")
+    good = variants.get(name).prepare(call, variants.Options())
+    bad = replace(good, run=lambda: 1 / 0, stages=[])
+    first, second = lines("a capture", call, {"": good, "TRY=1": bad}, 2, 132, mode="eager")
+    assert first.split()[:4] == ["a", "capture", "as", "shipped"]
+    figures = first.split()[4:]
+    assert len(figures) == len(COLUMNS)
+    assert all(float(figure) >= 0 for figure in figures[:-1])
+    assert float(figures[4]) < 0.1
+    assert "division by zero" in second
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_the_bench_of_forms_asks_for_a_gpu(capsys) -> None:
+    from attention_bench import main
+
+    assert main(["captures", "--form", "TRY=1"]) == 3
+    assert "no CUDA GPU" in capsys.readouterr().err

@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +64,12 @@ def fake(model, target: Target) -> Recording:
 
 
 def test_one_run_per_prompt_records_each_target_once(specs):
-    plan = suites.plan([*specs, *specs])
-    assert plan == {
-        "p": [Target(1, 20, 300), Target(2, 20, 300)],
-        "r": [Target(2, 7, 50)],
-    }
+    """Whole chunks only, so that the contexts of a prompt share its run."""
+    whole = [dataclasses.replace(spec, prefill_chunk=50) for spec in specs]
+    assert suites.runs([*whole, *whole]) == [
+        ("p", 50, [Target(1, 20, 300), Target(2, 20, 300)]),
+        ("r", 50, [Target(2, 7, 50)]),
+    ]
 
 
 def test_what_a_prompt_records_does_not_depend_on_what_else_is_recorded_with_it(tmp_path):

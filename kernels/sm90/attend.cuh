@@ -24,7 +24,7 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Wal
     uint32_t probabilities[32], packed[FRAGMENT_REGISTERS];
     float correction[2];
 
-    wait_page(shared, page);
+    wait_first(shared, page);
     wgmma_fence();
     multiply_keys(scores, tile, keys_of(shared, page));
     wgmma_commit_group();
@@ -35,7 +35,7 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Wal
     if (live) moved = exponentiate(rows, scores, probabilities, seen - page.logical * PAGE, correction);
     if (moved) scale_rows(rows.o, correction);
     pack_page(packed, probabilities, live);
-    bool ready = page_ready(shared, walk.issued, after);
+    bool ready = page_ready(shared, after);
 
     while (may_hold(page, after)) {
         if (!ready) wait_page(shared, after);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Wal
         live = (after.members >> warp) & 1;
         moved = false;
         if (live) moved = exponentiate(rows, scores, probabilities, seen - after.logical * PAGE, correction);
-        ready = page_ready(shared, walk.issued, later);  // asked here, where the answer has time to come
+        ready = page_ready(shared, later);  // asked here, where the answer has time to come
 
         wgmma_wait_group<0>();
         pin(rows.o);

@@ -13,6 +13,7 @@
 
 constexpr int WARPGROUPS = 2;
 constexpr int STAGES = ACCURATE ? 3 : 5;
+constexpr int FILLS = 2 * STAGES;  // fills that have a `page_full` barrier of their own, see page_ready
 constexpr int TASK_BUFFERS = 4;
 constexpr int Q_BUFFERS = 2;
 constexpr int CONSUMERS = WARPGROUPS * 128;
@@ -37,7 +38,7 @@ constexpr int LIST_OFFSET = SCALE_OFFSET + Q_BUFFERS * WARPGROUPS * TILE_ROWS * 
 constexpr int STEPS_OFFSET = LIST_OFFSET + TASK_BUFFERS * TASK_PAGES * sizeof(PageRecord);
 constexpr int TASK_OFFSET = STEPS_OFFSET + TASK_BUFFERS * WARPGROUPS * TILE_STEPS * 8;
 constexpr int BARRIER_OFFSET = TASK_OFFSET + TASK_BUFFERS * sizeof(TaskRecord);
-constexpr int BARRIERS = 2 * STAGES + 2 * TASK_BUFFERS + 2 * Q_BUFFERS;
+constexpr int BARRIERS = FILLS + STAGES + 2 * TASK_BUFFERS + 2 * Q_BUFFERS;
 constexpr int ISSUED_OFFSET = BARRIER_OFFSET + BARRIERS * 8;
 constexpr int SHARED_BYTES = ISSUED_OFFSET + 8;
 static_assert(SHARED_BYTES + 1024 <= 232448, "one CTA's shared memory on sm_90");
@@ -50,9 +51,10 @@ struct Step {
     uint32_t fill, place;  // see place_of; zeros mark the end
 };
 
-/// A page's logical id, the members of one tile (never none), and where it lies in the ring.
+/// A page's logical id, the members of one tile (never none), where it lies in the ring, and which barrier and
+/// parity say that it is there.
 __device__ __forceinline__ uint32_t place_of(uint32_t logical, uint32_t members, uint32_t fill) {
-    return logical | members << 16 | fill % STAGES << 20 | (fill / STAGES & 1) << 23;
+    return logical | members << 16 | fill % STAGES << 20 | fill % FILLS << 23 | (fill / FILLS & 1) << 27;
 }
 
 struct Shared {
@@ -77,17 +79,17 @@ struct Shared {
     __device__ Step* steps(int buffer, int group) const {
         return reinterpret_cast<Step*>(base + STEPS_OFFSET) + (buffer * WARPGROUPS + group) * TILE_STEPS;
     }
-    __device__ volatile uint32_t* issued() const { return reinterpret_cast<volatile uint32_t*>(base + ISSUED_OFFSET); }
+    __device__ uint32_t issued() const { return address + ISSUED_OFFSET; }  // see wait_first
     __device__ uint32_t barrier(int i) const { return address + BARRIER_OFFSET + 8 * i; }
-    __device__ uint32_t page_full(int s) const { return barrier(s); }
-    __device__ uint32_t page_free(int s) const { return barrier(STAGES + s); }
-    __device__ uint32_t task_full(int b) const { return barrier(2 * STAGES + b); }
-    __device__ uint32_t task_free(int b) const { return barrier(2 * STAGES + TASK_BUFFERS + b); }
-    __device__ uint32_t q_full(int b) const { return barrier(2 * STAGES + 2 * TASK_BUFFERS + b); }
+    __device__ uint32_t page_full(int f) const { return barrier(f); }
+    __device__ uint32_t page_free(int s) const { return page_full(FILLS + s); }
+    __device__ uint32_t task_full(int b) const { return page_free(STAGES + b); }
+    __device__ uint32_t task_free(int b) const { return task_full(TASK_BUFFERS + b); }
+    __device__ uint32_t q_full(int b) const { return task_free(TASK_BUFFERS + b); }
     __device__ uint32_t q_free(int b) const { return q_full(Q_BUFFERS + b); }
 };
 
-/// Waits for task n of this CTA; its record is valid until the consumers free it.
+/// Waits for task n of this CTA; its record is valid until the thread arrives on `task_free`.
 __device__ __forceinline__ const TaskRecord* wait_task(const Shared& shared, int n) {
     mbarrier_wait(shared.task_full(n % TASK_BUFFERS), (n / TASK_BUFFERS) & 1);
     return shared.task(n % TASK_BUFFERS);
@@ -124,19 +126,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Shared shared{base, opaque(uniform(smem_address(base)))};
     if (threadIdx.x == 0) {
         prefetch_tensormap(&keys);
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(shared.page_full(s), 1);
-            mbarrier_init(shared.page_free(s), WARPGROUPS * TILE_WARPS);
-        }
+        for (int f = 0; f < FILLS; ++f) mbarrier_init(shared.page_full(f), 1);
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(shared.page_free(s), WARPGROUPS * TILE_WARPS);
+        // Tasks and Q tiles are touched by ordinary loads and stores, so each thread arrives for itself: on `full`
+        // if it wrote, on `free` if it read. One lane could for its warp, after a __syncwarp, as it does for pages; but
+        // a race checker follows no order through a third thread, and once a task the other 31 arrivals cost little.
         for (int b = 0; b < TASK_BUFFERS; ++b) {
-            mbarrier_init(shared.task_full(b), 1);
-            mbarrier_init(shared.task_free(b), WARPGROUPS * TILE_WARPS + 1 + QUERY_WARPS);
+            mbarrier_init(shared.task_full(b), 32);
+            mbarrier_init(shared.task_free(b), CONSUMERS + QUERY_WARPS * 32 + 1);  // and the thread that copies pages
         }
         for (int b = 0; b < Q_BUFFERS; ++b) {
-            mbarrier_init(shared.q_full(b), QUERY_WARPS);
-            mbarrier_init(shared.q_free(b), WARPGROUPS * TILE_WARPS);
+            mbarrier_init(shared.q_full(b), QUERY_WARPS * 32);
+            mbarrier_init(shared.q_free(b), CONSUMERS);
         }
-        *shared.issued() = 0;
+        atom_exch_shared(shared.issued(), 0);
         fence_mbarrier_init();
     }
 #if !ACCURATE

@@ -86,6 +86,20 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t pa
     return done != 0;
 }
 
+/// Replaces a 32-bit word of shared memory; what it was.
+__device__ __forceinline__ uint32_t atom_exch_shared(uint32_t address, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.relaxed.cta.shared::cta.exch.b32 %0, [%1], %2;" : "=r"(old) : "r"(address), "r"(value) : "memory");
+    return old;
+}
+
+/// Sets bits of a 32-bit word of shared memory; what it was.
+__device__ __forceinline__ uint32_t atom_or_shared(uint32_t address, uint32_t bits) {
+    uint32_t old;
+    asm volatile("atom.relaxed.cta.shared::cta.or.b32 %0, [%1], %2;" : "=r"(old) : "r"(address), "r"(bits) : "memory");
+    return old;
+}
+
 template <int ID, int THREADS>
 __device__ __forceinline__ void bar_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");

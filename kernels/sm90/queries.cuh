@@ -3,8 +3,8 @@
 
 #include "rows.cuh"
 
-/// Quantises rows [begin, end) of a warpgroup's Q tile of a task with one warp, and makes them visible
-/// to wgmma.
+/// Quantises rows [begin, end) of a warpgroup's Q tile of a task with one warp, and makes each lane's part visible
+/// to wgmma of whoever waits for the lane.
 template <int IN_FLIGHT>
 __device__ __forceinline__ void load_queries(const Shared& shared, const AttentionParams& params, const TaskRecord* task,
                                              int group, int buffer, int begin, int end) {
@@ -17,5 +17,4 @@ __device__ __forceinline__ void load_queries(const Shared& shared, const Attenti
             quantise_channels(tile, row_factor, row, chunk, words, amax, params.scale_log2);
         });
     fence_proxy_async_shared();
-    __syncwarp();
 }

@@ -110,8 +110,7 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
         __syncwarp();
         list_steps(shared, buffer, pages, first_fill);
         first_fill += pages;
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.task_full(buffer));
+        mbarrier_arrive(shared.task_full(buffer));
         if (last) return;
         prefetch_queries(params, word);
         if (lane == 0) next = take_one(&queue.next);
@@ -119,7 +118,7 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
 }
 
 /// Copies the pages of every task into the ring, one thread. A warpgroup that skips a page never sees
-/// its barriers: the thread arrives for it. `issued` counts the copies begun, see wait_page.
+/// its barriers: the thread arrives for it. `issued` counts the copies begun, see wait_first.
 __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorMap& keys, const AttentionParams& params) {
     if ((threadIdx.x & 31) != 0) return;
     fence_proxy_async_global();  // the images were written by ordinary stores, of a kernel that may just have ended
@@ -132,18 +131,19 @@ __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorM
         for (int page = 0; page < pages; ++page, ++fill) {
             const uint2 record = list[page];
             const int s = fill % STAGES;
+            const uint32_t full = shared.page_full(fill % FILLS);
             int absent = 0;
 #pragma unroll
             for (int group = 0; group < WARPGROUPS; ++group)
                 absent += ((record.y >> (16 + group * TILE_QUERIES)) & 15) == 0 ? TILE_WARPS : 0;
             mbarrier_wait(shared.page_free(s), ((fill / STAGES) & 1) ^ 1);
             if (absent) mbarrier_arrive_count(shared.page_free(s), absent);
-            mbarrier_arrive_expect_tx(shared.page_full(s), KEYS_BYTES + VALUES_BYTES);
+            mbarrier_arrive_expect_tx(full, KEYS_BYTES + VALUES_BYTES);
             const uint32_t stage = shared.stage_address(s);
-            cp_async_bulk_tensor_4d(stage, &keys, 0, 0, head, record.x, shared.page_full(s));
+            cp_async_bulk_tensor_4d(stage, &keys, 0, 0, head, record.x, full);
             const int64_t image = (static_cast<int64_t>(record.x) * params.kv_heads + head) * VALUES_BYTES;
-            cp_async_bulk(stage + KEYS_BYTES, params.values + image, VALUES_BYTES, shared.page_full(s));
-            *shared.issued() = fill + 1;
+            cp_async_bulk(stage + KEYS_BYTES, params.values + image, VALUES_BYTES, full);
+            atom_exch_shared(shared.issued(), fill + 1);
         }
         mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
     }
@@ -160,10 +160,7 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const Atten
 #pragma unroll 1
         for (int part = n == 0 ? 2 * WARPGROUPS : warp; part < 2 * WARPGROUPS; part += QUERY_WARPS)
             load_queries<QUERY_LOADS>(shared, params, task, part / 2, buffer, part % 2 * 32, part % 2 * 32 + 32);
-        __syncwarp();
-        if ((threadIdx.x & 31) == 0) {
-            if (n > 0) mbarrier_arrive(shared.q_full(buffer));
-            mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
-        }
+        if (n > 0) mbarrier_arrive(shared.q_full(buffer));
+        mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
     }
 }

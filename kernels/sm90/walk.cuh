@@ -7,11 +7,12 @@ struct Page {
     uint32_t fill;  // counts the pages copied by this CTA since the kernel began
     int logical;
     int members;  // this tile's four bits of the membership mask; 0 = the tile has no more pages in this task
-    uint32_t stage, phase;
+    uint32_t stage, full, phase;  // `full` completes its phase of this parity when the page is there
 };
 
 __device__ __forceinline__ Page page_of(uint32_t fill, uint32_t place) {
-    return {fill, static_cast<int>(place & 0xffff), static_cast<int>(place >> 16 & 15), place >> 20 & 7, place >> 23};
+    return {fill, static_cast<int>(place & 0xffff), static_cast<int>(place >> 16 & 15), place >> 20 & 7,
+            place >> 23 & 15, place >> 27};
 }
 
 /// What a warp needs of a task beside its pages.
@@ -24,18 +25,28 @@ __device__ __forceinline__ Owner owner_of(const TaskRecord* task, int group) {
     return {slot.query, task->kv_head, slot.visible};
 }
 
-/// Whether a page may be read, without waiting: one answer for the warp. `issued` is how many copies are known to have begun.
-/// NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some. That the page's own
-/// copy has begun proves the stage's earlier phase over: only then is the parity unambiguous.
-__device__ __forceinline__ bool page_ready(const Shared& shared, uint32_t issued, const Page& page) {
-    const bool ready = static_cast<int>(issued - page.fill) > 0 && mbarrier_test_wait(shared.page_full(page.stage), page.phase);
-    return __all_sync(0xffffffff, ready);
+/// Whether a page may be read, without waiting: one answer for the warp, meant for a page that the last one may be
+/// held for (may_hold).
+/// NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some. The phase before this page's is
+/// known to be over: it belonged to the page FILLS earlier, so more than STAGES earlier than the one held, which was
+/// copied only when everything so much earlier had been read.
+__device__ __forceinline__ bool page_ready(const Shared& shared, const Page& page) {
+    return __all_sync(0xffffffff, mbarrier_test_wait(shared.page_full(page.full), page.phase));
 }
 
-/// Waits until a page may be read.
+/// Waits until a page may be read; for the same pages as page_ready.
 __device__ __forceinline__ void wait_page(const Shared& shared, const Page& page) {
-    while (static_cast<int>(uniform(*shared.issued()) - page.fill) <= 0) {}
-    mbarrier_wait(shared.page_full(page.stage), page.phase);
+    mbarrier_wait(shared.page_full(page.full), page.phase);
+}
+
+/// Waits until a page may be read, whichever was the last one. That its copy has begun proves the barrier's phase
+/// before over. The count of copies begun is the one word that is read while it may be written.
+__device__ __forceinline__ void wait_first(const Shared& shared, const Page& page) {
+    uint32_t issued = 0;
+    do {
+        if ((threadIdx.x & 31) == 0) issued = atom_or_shared(shared.issued(), 0);
+    } while (static_cast<int>(uniform(issued) - page.fill) <= 0);
+    wait_page(shared, page);
 }
 
 /// Whether `page` may be held while `after` is waited for.
@@ -68,13 +79,10 @@ __device__ __forceinline__ void wait_queries(const Shared& shared, const Attenti
     }
 }
 
-/// The warp is done with task n's Q tile, record and page list.
+/// The thread is done with task n's Q tile, record and page list.
 __device__ __forceinline__ void release_task(const Shared& shared, int n) {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) {
-        mbarrier_arrive(shared.q_free(n % Q_BUFFERS));
-        mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
-    }
+    mbarrier_arrive(shared.q_free(n % Q_BUFFERS));
+    mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
 }
 
 /// Where the warp's 16 output rows lie.
@@ -92,13 +100,11 @@ __device__ __forceinline__ void finish_task(const Shared& shared, const Attentio
 /// The pages of one task that this warpgroup's queries selected, from the list that stream_tasks made.
 /// A step is read a page ahead of its use, so that its way from shared memory costs no time.
 struct Walk {
-    const volatile uint32_t* counter;
     const Step* list;
     Step upcoming;
-    uint32_t issued;  // copies begun when the last step was read
 
     __device__ __forceinline__ Walk(const Shared& shared, int n, int group)
-        : counter(shared.issued()), list(shared.steps(n % TASK_BUFFERS, group)), upcoming(*list), issued(0) {}
+        : list(shared.steps(n % TASK_BUFFERS, group)), upcoming(*list) {}
 
     __device__ __forceinline__ Page next() {
         // Broadcast, so that what is made of a page is one for the warp to the compiler too: branches need no
@@ -106,7 +112,6 @@ struct Walk {
         const Page page = page_of(uniform(upcoming.fill), uniform(upcoming.place));
         if (page.members != 0) ++list;  // the end is read again and again
         upcoming = *list;
-        issued = *counter;
         return page;
     }
 };

@@ -93,7 +93,7 @@ def make(
     if unknown := set(full_suites) - {spec.suite for spec in specs}:
         raise InputError(f"--full-suite names {min(unknown)!r}, which is not among the suites to make.")
     loaded = None
-    if model is not None and library.plan(specs):
+    if model is not None and library.runs(specs):
         from pwbench.capture.transformers import Model
 
         loaded = Model(model, device)

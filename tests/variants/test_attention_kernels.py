@@ -197,6 +197,19 @@ def tiles_without_pages() -> SparsePrefillCall:
     return only(call, rows)
 
 
+def narrow_gaps() -> SparsePrefillCall:
+    """The first tile walks every fourth page of its tasks, or every second, the other tile all 64: what lies
+    one ring before a page of the first is not its own, and may still be on its way when the page before is
+    there."""
+    call = make_call(10, (32,), (64 * PAGE,), poison="none")
+    rows = {}
+    for task, step in enumerate((4, 2, 4, 2)):
+        own = list(range(2, 64, step))
+        rows |= {8 * task + i: own[16 * i : 16 * i + 16] for i in range(4 // step)}
+        rows |= {8 * task + 4 + i: list(range(i, 64, 4)) for i in range(4)}
+    return only(call, rows)
+
+
 CALLS: dict[str, Callable[[], SparsePrefillCall]] = {
     "one query": lambda: make_call(1, (1,), (300,)),
     "one token": lambda: make_call(1, (1,), (0,)),
@@ -204,6 +217,7 @@ CALLS: dict[str, Callable[[], SparsePrefillCall]] = {
     "nothing selected": lambda: make_call(2, (70,), selection="empty"),
     "one tile short": one_tile_short,
     "wide gaps": wide_gaps,
+    "narrow gaps": narrow_gaps,
     "tiles without pages": tiles_without_pages,
     "requests, heads and junk": lambda: make_call(
         6, (9, 0, 40, 1, 3, 2, 5, 12), (0, 300, 700, 2100, 130, 0, 64, 512), kv_heads=2, selection="dirty",
@@ -213,6 +227,10 @@ CALLS: dict[str, Callable[[], SparsePrefillCall]] = {
     "k and v apart": lambda: make_call(8, (12,), (300,), separate=True),
     "many pages": lambda: make_call(9, (24,), (90 * PAGE,), query_gain=1.0),
 }  # fmt: skip
+
+
+AS_THEY_ARE = ("narrow gaps", "tiles without pages")
+"""Calls whose rows stand in their tasks' order already."""
 
 
 @pytest.fixture(params=DESIGN_NAMES, ids="-".join)
@@ -225,7 +243,7 @@ def design(request: pytest.FixtureRequest) -> tuple[Design, str]:
 def test_every_row_is_written_and_close_to_the_reference(program, design, name) -> None:
     kind, precision = design
     call = CALLS[name]()
-    order = grouped(call) if name != "tiles without pages" else straight(call)
+    order = straight(call) if name in AS_THEY_ARE else grouped(call)
     tasks = Tasks.of(call, kind.queries, order)
     attention = Attention(program(kind), kind, call, tasks)
     wanted = attend(call)
@@ -233,6 +251,16 @@ def test_every_row_is_written_and_close_to_the_reference(program, design, name) 
     assert bool(out.isfinite().all())
     assert compare(out, wanted).rel_l2 <= LIMIT[precision]
     assert not out[wanted.abs().amax((1, 2)) == 0].any()
+
+
+def test_the_list_of_programs_knows_the_shared_memory_of_each(program, design) -> None:
+    kind, _ = design
+    listed = [
+        one.shared
+        for one in kernels.programs()
+        if one.source == kind.source and one.defines.get("ACCURATE") == kind.defines.get("ACCURATE")
+    ]
+    assert listed == [program(kind).constant("shared_bytes")]
 
 
 def test_any_grid_order_and_repetition_write_the_same_bits(program, design) -> None:
