@@ -26,7 +26,7 @@ MATCHING_WINDOW = 64
 """Query rows of a window that `match` searches at once."""
 MATCHING_REACH = 32
 """Items that `match` may pair with each other: rows of half a window, all of its pairs, all of its quads."""
-MATCHING_STARTS = 8
+MATCHING_STARTS = 4
 """Arrangements that `match` improves side by side; the best is kept."""
 MATCHING_SWEEPS = 1
 """Times that an arrangement has every two of its pairs meet."""

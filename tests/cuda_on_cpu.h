@@ -233,6 +233,7 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 #define cp_async_4 ptx_cp_async_4
 #define cp_async_wait_all ptx_cp_async_wait_all
 #define mma_and_popc ptx_mma_and_popc
+#define prmt ptx_prmt
 #define mbarrier_init ptx_mbarrier_init
 #define mbarrier_arrive ptx_mbarrier_arrive
 #define mbarrier_wait ptx_mbarrier_wait
@@ -242,6 +243,7 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 #undef cp_async_4
 #undef cp_async_wait_all
 #undef mma_and_popc
+#undef prmt
 #undef mbarrier_init
 #undef mbarrier_arrive
 #undef mbarrier_wait
@@ -251,6 +253,7 @@ inline uint32_t cvt_f16x2_e4m3x2(uint16_t packed) {
     return to_f16(from_e4m3(packed & 0xff)) | static_cast<uint32_t>(to_f16(from_e4m3(packed >> 8))) << 16;
 }
 
+inline unsigned prmt(unsigned a, unsigned b, unsigned selector) { return __byte_perm(a, b, selector); }
 inline void prefetch_l2(const void*) {}
 inline void cp_async_4(uint32_t smem, const void* global) {
     std::memcpy(reinterpret_cast<char*>(dynamic) + smem, global, 4);

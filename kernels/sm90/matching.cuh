@@ -1,7 +1,7 @@
 // The search by matching: pwbench.grouping.match, bit for bit. Rows are paired so that partners share many pages,
-// then the pairs so, then the quads. Each time STARTS arrangements of pairs are improved by exchange side by side,
-// each by a part of a warp that keeps it in registers, and the one that shares the most pages is kept. There is no
-// serial chain of picks and no barrier among the meetings: one costs a shuffle and a table look-up.
+// then the pairs so, then the quads. Each time a warp improves STARTS arrangements of up to REACH items by exchange,
+// side by side in registers, and keeps the one whose pairs share the most pages. There is no serial chain of picks,
+// and a meeting of two pairs costs a shuffle and a table look-up.
 //
 // What an item selected is a row of bits, one a local page, so that the tensor core counts what any two share.
 // NOTE: one code for the three levels: a launch comes with nothing in the instruction cache.
@@ -12,19 +12,15 @@
 #ifndef SWEEPS
 #define SWEEPS 1  // times that all pairs meet: MATCHING_SWEEPS of the oracle
 #endif
-#ifndef MATCHING_STARTS
-#define MATCHING_STARTS 8
-#endif
-static_assert(WINDOW <= 64, "rows of a window that one block pairs up");
+static_assert(WINDOW <= 64, "two stretches of rows");
 
-constexpr int STARTS = MATCHING_STARTS;  // arrangements that are improved side by side, as many as the oracle's
 constexpr int LEVELS = 3;                // rows, pairs, quads
 constexpr int REACH = 32;                // items that may become partners: rows of half a window, all pairs, all quads
+constexpr int STARTS = 4;                // arrangements that are improved side by side: MATCHING_STARTS of the oracle
 constexpr int EMITTERS = BLOCK / 32;     // warps that turn groups into tasks
 constexpr int BITS_STRIDE = WINDOW_PAGES / 32 + 4;  // words; eight rows that are read together meet no bank twice
 constexpr unsigned ABSENT_OVERLAP = 127; // of pairs past the window's last: more than any exchange offers
-static_assert(COLUMNS == 2 * REACH, "two stretches of rows");
-static_assert(STARTS * REACH / 8 % 32 == 0, "whole warps arrange quads");
+static_assert(COLUMNS == 2 * REACH && STARTS * REACH / 4 == 32, "a warp arranges a stretch");
 
 /// Items of a level: rows, pairs of them, pairs of pairs.
 __device__ __forceinline__ int items_of(int level) { return COLUMNS >> level; }
@@ -32,8 +28,6 @@ __device__ __forceinline__ int items_of(int level) { return COLUMNS >> level; }
 struct WindowScratch : WindowPages {
     alignas(16) unsigned bits[2 * COLUMNS - COLUMNS / 4][BITS_STRIDE];  // of rows, pairs and quads: what each selected
     unsigned char shared[COLUMNS][REACH + 16];          // pages that an item of the level in hand shares with those in reach
-    unsigned short found[2][STARTS][REACH / 2];         // arrangements of a stretch: two items in a byte each
-    int overlap[2][STARTS];                             // pages that the pairs of each share
     uchar2 pairs[COLUMNS - COLUMNS / 8];                // of rows, of pairs, of quads: the lower item first
     int physical[WINDOW_PAGES];                         // by local page: its row of the cache
 
@@ -95,25 +89,39 @@ struct WindowScratch : WindowPages {
 static_assert(TASK_QUERIES % 4 == 0, "picks are read four at a time");
 static_assert(sizeof(WindowScratch) <= COLUMNS * 448, "as the host reckons it");
 
-/// Pages that each two items of a level share that are in reach of each other: its bits times themselves.
-__device__ __forceinline__ void count_shared(WindowScratch& scratch, int level, int warp) {
-    const int tiles = level == LEVELS - 1 ? 2 : 16 >> level;  // 16 items by 8, of two rows of tiles a stretch or, at last, one
+/// What one warp pairs up: the items of a level that are in reach of each other.
+struct Stretch {
+    int level, begin, items;
+
+    __device__ __forceinline__ Stretch(int level, int ordinal)
+        : level(level), begin(ordinal * REACH), items(min(items_of(level), REACH)) {}
+};
+
+/// Pages that each two items of a stretch share: its bits times themselves.
+__device__ __forceinline__ void count_shared(WindowScratch& scratch, const Stretch& stretch) {
     const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(level);
+    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(stretch.level) + stretch.begin;
 #pragma unroll 1
-    for (int tile = warp; tile < tiles; tile += BLOCK / 32) {
-        const int row = tile / 4 * 16 + r, column = tile % 4 * 8, begin = tile / 8 * REACH;
-        unsigned counts[4] = {};
+    for (int row = r; row < stretch.items; row += 16) {
+        unsigned counts[REACH / 8][4] = {};
+#pragma unroll 1
         for (int word = t; 32 * (word - t) < scratch.pages; word += 8) {
             const unsigned a[4] = {bits[row][word], bits[row + 8][word], bits[row][word + 4], bits[row + 8][word + 4]};
-            const unsigned b[2] = {bits[begin + column + r][word], bits[begin + column + r][word + 4]};
-            mma_and_popc(counts, a, b);
+#pragma unroll
+            for (int tile = 0; tile < REACH / 8; ++tile) {
+                if (8 * tile >= stretch.items) break;
+                const unsigned b[2] = {bits[8 * tile + r][word], bits[8 * tile + r][word + 4]};
+                mma_and_popc(counts[tile], a, b);
+            }
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            *reinterpret_cast<uchar2*>(&scratch.shared[row + 8 * half][column + 2 * t]) =
-                make_uchar2(counts[2 * half], counts[2 * half + 1]);
+        for (int tile = 0; tile < REACH / 8; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<uchar2*>(&scratch.shared[stretch.begin + row + 8 * half][8 * tile + 2 * t]) =
+                    make_uchar2(counts[tile][2 * half], counts[tile][2 * half + 1]);
     }
+    __syncwarp();
 }
 
 /// Two items, a byte each, and the pages that they share.
@@ -124,103 +132,89 @@ struct ItemPair {
 using SharedPages = unsigned char[REACH + 16];
 
 /// (a, b) meets (c, d): they become (a, c), (b, d) or (a, d), (c, b) if those share at least `gain` more pages.
+/// The choice is the low two bits of the largest key: 3 = as before, 2 = straight, 1 = crossed. It picks bytes of
+/// tables: selectors of the new pairs' items out of (x, y), where byte 2 is zero, and new overlaps.
 __device__ __forceinline__ void meet(const SharedPages* shared, ItemPair& x, ItemPair& y, unsigned gain) {
-    // Bytes of x's items, then of y's, for __byte_perm; byte 2 is zero.
-    constexpr unsigned AB = 0x2210, CD = 0x2254, AC = 0x2240, BD = 0x2251, AD = 0x2250, CB = 0x2214;
+    constexpr unsigned AB_AC_AD = 0x10405000, CD_BD_CB = 0x54511400, ZEROS = 0x22;
     const unsigned a = x.items & 0xff, b = x.items >> 8, c = y.items & 0xff, d = y.items >> 8;
     const unsigned ac = shared[a][c], bd = shared[b][d], ad = shared[a][d], cb = shared[c][b];
-    const unsigned straight = ac + bd, crossed = ad + cb;
-    const bool direct = straight >= crossed, change = max(straight, crossed) >= x.overlap + y.overlap + gain;
-    const unsigned into_x = !change ? AB : direct ? AC : AD, into_y = !change ? CD : direct ? BD : CB;
-    x.overlap = !change ? x.overlap : direct ? ac : ad;
-    y.overlap = !change ? y.overlap : direct ? bd : cb;
-    const unsigned items = __byte_perm(x.items, y.items, into_x);
-    y.items = __byte_perm(x.items, y.items, into_y);
+    const unsigned before = 4 * (x.overlap + y.overlap + gain) - 1, straight = 4 * (ac + bd) + 2, crossed = 4 * (ad + cb) + 1;
+    const unsigned choice = max(max(straight, crossed), before) & 3 | 0x40;
+    const unsigned items = prmt(x.items, y.items, prmt(AB_AC_AD, ZEROS, choice));
+    y.items = prmt(x.items, y.items, prmt(CD_BD_CB, ZEROS, choice));
     x.items = items;
+    x.overlap = prmt(x.overlap << 24 | ac << 16 | ad << 8, 0, choice);
+    y.overlap = prmt(y.overlap << 24 | bd << 16 | cb << 8, 0, choice);
 }
 
 __device__ __forceinline__ ItemPair from_lane(const ItemPair& pair, int distance) {
     return {__shfl_xor_sync(ALL_LANES, pair.items, distance), __shfl_xor_sync(ALL_LANES, pair.overlap, distance)};
 }
 
-/// Where a thread stands among those that arrange a level: a stretch of items in reach of each other takes STARTS groups of
-/// as many threads as it has places, a quarter of its items.
-struct Seat {
-    int stretch, start, place, places;
+/// Puts a pair where it belongs: by its lower item, `lowers` has a bit for each of them.
+__device__ __forceinline__ void settle(WindowScratch& scratch, const Stretch& stretch, const ItemPair& pair, unsigned lowers) {
+    const int lower = min(pair.items & 0xff, pair.items >> 8), upper = max(pair.items & 0xff, pair.items >> 8);
+    scratch.pairs_of(stretch.level)[stretch.begin / 2 + __popc(lowers & ((1u << lower) - 1))] =
+        make_uchar2(stretch.begin + lower, stretch.begin + upper);
+}
 
-    __device__ __forceinline__ explicit Seat(int level) {
-        const int shift = level == LEVELS - 1 ? 2 : 3;  // of REACH / 4 places, or half as many
-        static_assert(REACH / 4 == 1 << 3 && COLUMNS >> (LEVELS - 1) == REACH / 2, "places of the levels");
-        places = 1 << shift;
-        place = threadIdx.x & (places - 1);
-        start = threadIdx.x >> shift & (STARTS - 1);
-        stretch = threadIdx.x >> shift >> STARTS_SHIFT;
-    }
-    static constexpr int STARTS_SHIFT = 3;
-    static_assert(STARTS == 1 << STARTS_SHIFT, "as shifted");
-};
+__device__ __forceinline__ unsigned lower_bit(const ItemPair& pair) {
+    return 1u << min(pair.items & 0xff, pair.items >> 8);
+}
 
-/// Pairs of one stretch, of a level's first `pairs`.
-__device__ __forceinline__ int pairs_in(int stretch, int pairs) { return min(max(pairs - stretch * (REACH / 2), 0), REACH / 2); }
-
-/// Improves STARTS arrangements of every stretch of a level, of which the first `pairs` pairs exist. A thread holds two
-/// pairs, x and y. See _Arrangements in pwbench/grouping.py for who meets when.
-__device__ __forceinline__ void arrange(WindowScratch& scratch, const Seat& seat, int pairs) {
-    const SharedPages* shared = scratch.shared + seat.stretch * REACH;
-    const int factor = 2 * seat.start + 1, inverse = factor * (2 - factor * factor);  // modulo 64
-    const unsigned items = 2 * pairs_in(seat.stretch, pairs);
+/// Improves arrangements of a stretch of which the first `pairs` pairs exist, and keeps the one whose pairs share the
+/// most pages, the earliest of several. Those past the last are never parted. A quarter of as many lanes as there
+/// are items takes an arrangement, a lane two pairs, x and y. See _Arrangements in pwbench/grouping.py for who meets when.
+/// NOTE: half as many items leave room for twice the arrangements; the second half repeats the first.
+__device__ __forceinline__ void arrange(WindowScratch& scratch, const Stretch& stretch, int pairs) {
+    const SharedPages* shared = scratch.shared + stretch.begin;
+    const int places = stretch.items / 4, place = threadIdx.x & (places - 1);
+    const int start = threadIdx.x % 32 >> (places == REACH / 4 ? 3 : 2);
+    static_assert(REACH / 4 == 1 << 3, "places of either kind of stretch");
+    const int factor = 2 * start + 1, inverse = factor * (2 - factor * factor);  // modulo 64
     auto first_pair = [&](int at) -> ItemPair {
-        const unsigned first = 2 * (at * inverse & (2 * seat.places - 1));
-        return {first | (first + 1) << 8, first < items ? shared[first][first + 1] : ABSENT_OVERLAP};
+        const int pair = at * inverse & (2 * places - 1);
+        return {2 * pair | (2 * pair + 1u) << 8, pair < pairs ? shared[2 * pair][2 * pair + 1] : ABSENT_OVERLAP};
     };
-    ItemPair x = first_pair(2 * seat.place), y = first_pair(2 * seat.place + 1);
+    ItemPair x = first_pair(2 * place), y = first_pair(2 * place + 1);
 #pragma unroll 1
     for (int sweep = 0; sweep < SWEEPS; ++sweep) {
         const unsigned gain = sweep == SWEEPS - 1;  // equals are exchanged too, but for the last time around
 #pragma unroll 1
-        for (int reach = seat.places; reach > 0; reach /= 2) {
+        for (int reach = places; reach > 0; reach /= 2) {
 #pragma unroll 1
             for (int meeting = 1; meeting <= reach; ++meeting) {
                 meet(shared, x, y, gain);
                 y = from_lane(y, meeting == reach ? reach / 2 : meeting & -meeting);
             }
-            const bool upper = seat.place & reach / 2;
+            const bool upper = place & reach / 2;
             const ItemPair other = from_lane({upper ? x.items : y.items, upper ? x.overlap : y.overlap}, reach / 2);
             x = upper ? other : x;
             y = upper ? y : other;
         }
     }
     unsigned overlap = x.overlap + y.overlap;
-    for (int step = seat.places / 2; step > 0; step /= 2) overlap += __shfl_xor_sync(ALL_LANES, overlap, step);
-    if (seat.place == 0) scratch.overlap[seat.stretch][seat.start] = overlap;
-    unsigned short* found = scratch.found[seat.stretch][seat.start];
-    found[2 * seat.place] = x.items;
-    found[2 * seat.place + 1] = y.items;
+#pragma unroll 1
+    for (int step = places / 2; step > 0; step /= 2) overlap += __shfl_xor_sync(ALL_LANES, overlap, step);
+    const unsigned earliest = 31 - start, best = __reduce_max_sync(ALL_LANES, overlap * 32 + earliest) % 32;
+    const unsigned lowers = __reduce_or_sync(ALL_LANES, earliest == best ? lower_bit(x) | lower_bit(y) : 0);
+    if (earliest == best) {
+        settle(scratch, stretch, x, lowers);
+        settle(scratch, stretch, y, lowers);
+    }
+    __syncwarp();
 }
 
-/// Keeps the arrangement of a stretch whose pairs share the most pages, the earliest of several, in the order of the
-/// pairs' lower items, by one warp. Pairs past the last were never parted, and stay.
-__device__ __forceinline__ void settle(WindowScratch& scratch, int level, int stretch) {
-    const int lane = threadIdx.x % 32;
-    const unsigned key = lane < STARTS ? scratch.overlap[stretch][lane] * STARTS + STARTS - 1 - lane : 0;
-    const int best = STARTS - 1 - __reduce_max_sync(ALL_LANES, key) % STARTS;
-    const bool listed = lane < min(REACH, items_of(level)) / 2;
-    const unsigned found = listed ? scratch.found[stretch][best][lane] : 0;
-    const int lower = min(found & 0xff, found >> 8), upper = max(found & 0xff, found >> 8);
-    const unsigned bit = listed ? 1u << lower : 0, all = __reduce_or_sync(ALL_LANES, bit);
-    const int begin = stretch * REACH;
-    if (listed) scratch.pairs_of(level)[begin / 2 + __popc(all & (bit - 1))] = make_uchar2(begin + lower, begin + upper);
-}
-
-/// What the pairs of a level selected: the bits of the next level's items.
-__device__ __forceinline__ void join(WindowScratch& scratch, int level) {
-    const int item = threadIdx.x / 8;
-    if (item >= items_of(level) / 2) return;
-    static_assert(BLOCK / 8 >= COLUMNS / 2, "eight threads a pair");
-    const uchar2 pair = scratch.pairs_of(level)[item];
-    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(level);
-    for (int word = threadIdx.x % 8; 32 * (word & ~7) < scratch.pages; word += 8)
-        scratch.bits_of(level + 1)[item][word] = bits[pair.x][word] | bits[pair.y][word];
+/// What the pairs of a stretch selected: the bits of the next level's items.
+__device__ __forceinline__ void join(WindowScratch& scratch, const Stretch& stretch) {
+    const int item = stretch.begin / 2 + threadIdx.x % 16;
+    if (threadIdx.x % 16 >= stretch.items / 2) return;
+    const uchar2 pair = scratch.pairs_of(stretch.level)[item];
+    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(stretch.level);
+    unsigned (*joined)[BITS_STRIDE] = scratch.bits_of(stretch.level + 1);
+#pragma unroll 4
+    for (int word = threadIdx.x % 32 / 16; 32 * (word & ~7) < scratch.pages; word += 2)
+        joined[item][word] = bits[pair.x][word] | bits[pair.y][word];
 }
 
 /// The whole search, by the block; `warp` is known to the compiler to be one for all lanes. Rows past the last
@@ -228,25 +222,25 @@ __device__ __forceinline__ void join(WindowScratch& scratch, int level) {
 __device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int size, int warp) {
 #pragma unroll 1
     for (int level = 0; level < LEVELS; ++level) {
-        const int stretches = level == 0 ? 2 : 1;
-        count_shared(scratch, level, warp);
-        __syncthreads();
-        if (warp < STARTS * items_of(level) / 4 / 32) arrange(scratch, Seat(level), size / 4 * 2 >> level);
-        __syncthreads();
-        if (warp < stretches) settle(scratch, level, warp);
-        __syncthreads();
-        if (level == LEVELS - 1) break;
-        join(scratch, level);
+        const Stretch stretch(level, warp);
+        if (stretch.begin < items_of(level)) {
+            count_shared(scratch, stretch);
+            arrange(scratch, stretch, (size / 4 * 2 >> level) - stretch.begin / 2);
+            if (level + 1 < LEVELS) join(scratch, stretch);
+        }
         __syncthreads();
     }
-    if (threadIdx.x < COLUMNS) {
-        int item = threadIdx.x >> LEVELS;
+    if (warp == 0) {
 #pragma unroll
-        for (int level = LEVELS - 1; level >= 0; --level) {
-            const uchar2 pair = scratch.pairs_of(level)[item];
-            item = threadIdx.x >> level & 1 ? pair.y : pair.x;
+        for (int slot = threadIdx.x; slot < COLUMNS; slot += 32) {
+            int item = slot >> LEVELS;
+#pragma unroll
+            for (int level = LEVELS - 1; level >= 0; --level) {
+                const uchar2 pair = scratch.pairs_of(level)[item];
+                item = slot >> level & 1 ? pair.y : pair.x;
+            }
+            scratch.pick[slot] = item;
         }
-        scratch.pick[threadIdx.x] = item;
     }
     cp_async_wait_all();  // of fetch_row
     __syncthreads();

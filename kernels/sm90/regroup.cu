@@ -95,27 +95,29 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
 extern __shared__ uint4 dynamic[];
 
 __device__ __forceinline__ void regroup_block(const RegroupParams& params, int block) {
-    prefetch_window(params, block);
-    const Window window = find_window(params, block);
+    const HeadWindow at(params, block);
+    prefetch_window(params, at);
+    const Window window = find_window(params, at);
     if (window.request >= 0)
         regroup_window(params, nullptr, window, 0, 0, reinterpret_cast<unsigned char*>(dynamic));
 }
 
 __device__ __forceinline__ void plan_block(const RegroupParams& params, const PrepareParams& tasks, int block) {
-    prefetch_window(params, block);
+    const HeadWindow at(params, block);
+    prefetch_window(params, at);
     const auto tasks_of = [&](int request) {
         return divide_up(params.cu_seqlens_q[request + 1] - params.cu_seqlens_q[request], TASK_QUERIES);
     };
     const bool queued = tasks.queue != nullptr && threadIdx.x == 0;
     const unsigned turn = queued ? take_turn(tasks, block, params.kv_heads * params.windows_per_head) : 0;
-    const Window window = find_window(params, block);
+    const Window window = find_window(params, at);
     if (window.request >= 0) {
         const int first_task = window.head * tasks.tasks_per_head + sum_before(window.request, tasks_of) +
                                window.ordinal * (WINDOW / TASK_QUERIES);
         regroup_window(params, &tasks, window, first_task, turn, reinterpret_cast<unsigned char*>(dynamic));
     }
-    if (block % params.windows_per_head == 0 && static_cast<int>(threadIdx.x) >= BUSY)
-        clear_unused_tasks(tasks, window.head, sum_before(params.requests, tasks_of));
+    if (at.index == 0 && static_cast<int>(threadIdx.x) >= BUSY)
+        clear_unused_tasks(tasks, at.head, sum_before(params.requests, tasks_of));
     if (queued && block == 0) open_next_turn(tasks, turn);
 }
 

@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ unsigned best[THREADS / 32];
     wait_for_previous_kernel();
     release_next_kernel();
-    const Window window = find_window(params, blockIdx.x);
+    const Window window = find_window(params, HeadWindow(params, blockIdx.x));
     if (window.request < 0) return;
 
     const int query = threadIdx.x;

@@ -44,10 +44,20 @@ struct Window {
     int head, request, ordinal, begin, size;
 };
 
-__device__ __forceinline__ Window find_window(const RegroupParams& params, int block) {
+/// A block's KV head and which of its windows it takes.
+struct HeadWindow {
+    int head, index;
+
+    // NOTE: by subtraction; a division would come ahead of the first load, and there are few heads.
+    __device__ __forceinline__ HeadWindow(const RegroupParams& params, int block) : head(0), index(block) {
+        for (; index >= params.windows_per_head; index -= params.windows_per_head) ++head;
+    }
+};
+
+__device__ __forceinline__ Window find_window(const RegroupParams& params, const HeadWindow& at) {
     Window window;
-    window.head = block / params.windows_per_head;
-    const Place place = locate(params.requests, block % params.windows_per_head, [&](int request) {
+    window.head = at.head;
+    const Place place = locate(params.requests, at.index, [&](int request) {
         return divide_up(params.cu_seqlens_q[request + 1] - params.cu_seqlens_q[request], WINDOW);
     });
     window.request = place.request;
@@ -61,11 +71,10 @@ __device__ __forceinline__ Window find_window(const RegroupParams& params, int b
 
 /// Asks for the ids and positions of a window before its request is known, as if the call were one request: whatever
 /// the answer, the rows are near and a neighbour wants them.
-__device__ __forceinline__ void prefetch_window(const RegroupParams& params, int block) {
-    const int64_t head = block / params.windows_per_head;
-    const int row = block % params.windows_per_head * WINDOW + 2 * static_cast<int>(threadIdx.x);
+__device__ __forceinline__ void prefetch_window(const RegroupParams& params, const HeadWindow& at) {
+    const int row = at.index * WINDOW + 2 * static_cast<int>(threadIdx.x);
     if (threadIdx.x >= WINDOW / 2 || row >= params.total_q) return;
-    prefetch_l2(params.topk + (head * params.total_q + row) * TOPK);  // two rows of ids are 128 bytes
+    prefetch_l2(params.topk + (static_cast<int64_t>(at.head) * params.total_q + row) * TOPK);  // two rows of ids are 128 bytes
     if (threadIdx.x % 16 == 0) prefetch_l2(params.positions + row);
 }
 
