@@ -12,8 +12,8 @@ from rich.text import Text
 
 from pwbench.cli._common import terminal
 from pwbench.report import studies, tables
+from pwbench.report.cells import Table
 from pwbench.report.model import Report, Scope
-from pwbench.report.tables import Table
 from pwbench.results import STAGES, Row
 
 _BAR = 20

@@ -21,8 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from pwbench import stats
-from pwbench.report.model import Contender, Gain, Scope
-from pwbench.report.tables import ACCURATE, clock, times, worst
+from pwbench.report.cells import ACCURATE, clock, times, worst
+from pwbench.report.contenders import Contender, Gain
+from pwbench.report.model import Scope
 from pwbench.results import STAGES, Row
 
 _WIDTH, _PITCH = 4.2, 0.33

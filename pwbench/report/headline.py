@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from pwbench import stats
-from pwbench.report.model import DEFAULT_WINDOW, Contender, Report, Scope, samples_of
-from pwbench.report.tables import ACCURATE, clock, error, times, worst
+from pwbench.report.cells import ACCURATE, clock, error, times, worst
+from pwbench.report.contenders import DEFAULT_WINDOW, Contender, samples_of
+from pwbench.report.model import Report, Scope
 
 _DOCUMENTED = " (documented)"
 

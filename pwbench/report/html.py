@@ -14,10 +14,11 @@ from pwbench import __version__, ceilings, stats, variants
 from pwbench.columns import COLUMNS
 from pwbench.errors import PwbenchError
 from pwbench.report import figures, studies, tables
+from pwbench.report.cells import Table, times
+from pwbench.report.contenders import Contender
 from pwbench.report.formats import sections
 from pwbench.report.headline import Headline, headline
-from pwbench.report.model import Contender, Report, Scope
-from pwbench.report.tables import Table
+from pwbench.report.model import Report, Scope
 
 _QUIET: Callable[[str], None] = lambda text: None  # noqa: E731
 
@@ -125,7 +126,7 @@ def _glance(report: Report, parts: list[Part]) -> Table | None:
         if contender in probes and not table.breaks:
             table.breaks.add(len(table.rows))
         means = [scope.geomeans.get(contender) for scope in scopes]
-        cells = [tables.times(m.value if m else None) for m in means]
+        cells = [times(m.value if m else None) for m in means]
         table.rows.append([contender.label, seen[contender].precision_of(contender), *cells])
     return table
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from pwbench import stats
-from pwbench.report.model import Contender, Gain, Report, Scope, compare, contender_of, samples_of
-from pwbench.report.tables import Table, clock, count, interval, percent, times
+from pwbench.report.cells import Table, clock, count, interval, percent, times
+from pwbench.report.contenders import Contender, Gain, compare, contender_of, samples_of
+from pwbench.report.model import Report, Scope
 from pwbench.results import Row
 
 

@@ -1,108 +1,24 @@
-"""The report's tables as plain text cells, from which every format is rendered."""
+"""The report's tables of one scope, from which every format is rendered."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-from pwbench import stats
-from pwbench.report.model import Contender, Report, Scope, contender_of
+from pwbench.report.cells import (
+    Table,
+    clock,
+    count,
+    error,
+    interval,
+    percent,
+    times,
+    with_interval,
+    worst,
+)
+from pwbench.report.contenders import Contender, contender_of
+from pwbench.report.model import Report, Scope
 from pwbench.results import STAGES, Row
-
-ACCURATE = 2.5e-3
-"""rel-L2 up to which a result counts as accurate (as FlashInfer)."""
-
-
-@dataclass
-class Table:
-    """A table of text cells.
-
-    Attributes:
-        title: what it shows, without a final stop.
-        columns: headings; those in ``text`` are aligned left, the rest right.
-        rows: cells, as many as columns.
-        notes: sentences below it that a reader needs to read it rightly.
-        strong: indices of rows to set in bold (a total, the best).
-        breaks: indices of rows before which a new block begins.
-    """
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    text: tuple[int, ...] = (0,)
-    strong: set[int] = field(default_factory=set)
-    breaks: set[int] = field(default_factory=set)
-
-    def without_empty_columns(self) -> Table:
-        """The same table less the columns that hold nothing (a stage no variant has)."""
-        keep = [i for i in range(len(self.columns)) if i in self.text or any(row[i] for row in self.rows)]
-        return Table(
-            self.title,
-            [self.columns[i] for i in keep],
-            [[row[i] for i in keep] for row in self.rows],
-            self.notes,
-            tuple(keep.index(i) for i in self.text if i in keep),
-            self.strong,
-            self.breaks,
-        )
-
-
-# Cells --------------------------------------------------------------------------------------
-
-
-def times(ratio: float | None) -> str:
-    """A speed-up, ``1.70x``."""
-    if ratio is None or not math.isfinite(ratio):
-        return ""
-    return f"{ratio:.{0 if ratio >= 100 else 2 if ratio >= 0.1 else 4}f}x"
-
-
-def interval(ratio: stats.Ratio | None) -> str:
-    """The interval of a speed-up, or why there is none."""
-    if ratio is None:
-        return ""
-    if not ratio.known:
-        return f"none: {ratio.samples} sample{'s' if ratio.samples != 1 else ''}"
-    digits = 4 if ratio.value < 0.1 else 3
-    return f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
-
-
-def percent(share: float | None, signed: bool = False) -> str:
-    """A share of one, in percent."""
-    if share is None or not math.isfinite(share):
-        return ""
-    return f"{100 * share:{'+' if signed else ''}.1f} %"
-
-
-def error(value: float | None) -> str:
-    """A relative error in scientific notation."""
-    if value is None or not math.isfinite(value):
-        return ""
-    digits, power = f"{value:.1e}".split("e")
-    return f"{digits}e{int(power)}" if value else "0"
-
-
-def count(value: Any) -> str:
-    """A counter with thousands separated."""
-    return "" if value is None else f"{int(value):,}"
-
-
-def clock(values: Iterable[float | None]) -> tuple[str, Callable[[float | None], str]]:
-    """A unit that fits all of ``values`` (microseconds) and the function that writes one in it."""
-    largest = max((abs(v) for v in values if v is not None), default=0.0)
-    unit, scale = ("ms", 1e3) if largest >= 1e5 else ("us", 1.0)
-
-    def write(value: float | None) -> str:
-        if value is None or not math.isfinite(value):
-            return ""
-        value /= scale
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
-
-    return unit, write
-
 
 # Tables of one scope ------------------------------------------------------------------------
 
@@ -164,9 +80,9 @@ def speedups(report: Report, scope: Scope) -> Table:
     for contender in scope.shown:
         if contender.variant == scope.baseline and len(scope.shown) > 1:
             continue
-        cells = [_with_interval(scope.speedups.get((contender, capture))) for capture in scope.captures]
+        cells = [with_interval(scope.speedups.get((contender, capture))) for capture in scope.captures]
         mean = scope.geomeans.get(contender)
-        table.rows.append([contender.label, scope.precision_of(contender), *cells, _with_interval(mean)])
+        table.rows.append([contender.label, scope.precision_of(contender), *cells, with_interval(mean)])
     table.notes = [scope.note] if scope.note else []
     table.notes.append("In brackets: 95 % bootstrap interval of the ratio of medians.")
     return table
@@ -403,17 +319,6 @@ def unavailable(report: Report) -> Table:
         listed = distinct[0] if len(distinct) == 1 else str(len(distinct))
         table.rows.append([variant, precision, where, status, listed, reason])
     return table
-
-
-def worst(rows: Iterable[Row], name: str) -> float | None:
-    """The largest value of a column, None where no row has one."""
-    return max((float(row[name]) for row in rows if row[name] is not None), default=None)
-
-
-def _with_interval(ratio: stats.Ratio | None) -> str:
-    if ratio is None:
-        return ""
-    return f"{times(ratio.value)} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.known else times(ratio.value)
 
 
 def _rows_on_real_values(scope: Scope, contender: Contender) -> list[Row]:
