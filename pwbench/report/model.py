@@ -216,17 +216,21 @@ class Scope:
         sessions = {row["session"] for row in rows}
         return stats.floor_of(*(row.get("noise_floor") for row in rows), same_session=len(sessions) <= 1)
 
+    def pairs(self, contender: Contender) -> list[tuple[Row, Row]]:
+        """(baseline's row, contender's row) of every capture in the contender's geomean, in capture order."""
+        found = []
+        for capture in self.captures:
+            base = self.base_row(contender, capture) if (contender, capture) in self.speedups else None
+            if base is not None:
+                found.append((base, self.cells[contender, capture]))
+        return found
+
     def says(self, contender: Contender) -> str:
         """faster, slower, same or unsure: the contender's geomean against the baseline."""
         mean = self.geomeans.get(contender)
         if mean is None or contender.variant == self.baseline:
             return ""
-        pairs = [
-            (self.cells[contender, c], self.base_row(contender, c))
-            for c in self.captures
-            if (contender, c) in self.speedups
-        ]
-        floor = self.floor(row for pair in pairs for row in pair if row is not None)
+        floor = self.floor(row for pair in self.pairs(contender) for row in pair)
         return stats.verdict(mean.inverse(), floor).lower()
 
     @cached_property

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from pwbench.report.cells import (
+    ACCURATE,
     Table,
     clock,
     count,
@@ -16,7 +17,7 @@ from pwbench.report.cells import (
     with_interval,
     worst,
 )
-from pwbench.report.contenders import Contender, contender_of
+from pwbench.report.contenders import OWN_PRECISION, Contender, contender_of
 from pwbench.report.model import Report, Scope
 from pwbench.results import STAGES, Row
 
@@ -34,8 +35,8 @@ def geomean(report: Report, scope: Scope) -> Table:
     """Who is fastest over the suite, by how much, how sure, at what accuracy."""
     table = Table(
         f"Geomean speed-up, {title_of(scope)}",
-        ["variant", "precision", "speed-up", "95 % interval", "verdict", "captures", "worst rel-L2"],
-        text=(0, 1, 4),
+        ["variant", "precision", "speed-up", "worst rel-L2", "95 % interval", "verdict", "captures"],
+        text=(0, 1, 5),
     )
     total = len(scope.captures)
     for contender in scope.shown:
@@ -47,20 +48,17 @@ def geomean(report: Report, scope: Scope) -> Table:
                 contender.label,
                 scope.precision_of(contender),
                 times(mean.value if mean else None),
+                error(worst(rows, "rel_l2")),
                 "" if contender.variant == scope.baseline else interval(mean),
                 "baseline" if contender.variant == scope.baseline else scope.says(contender),
                 str(used) if used == total else f"{used} of {total}",
-                error(worst(rows, "rel_l2")),
             ]
         )
         if contender in scope.probes and not table.breaks:
             table.breaks.add(len(table.rows) - 1)
     if scope.note:
         table.notes.append(scope.note)
-    if len(scope.shown) < len(scope.contenders):
-        table.notes.append(
-            f"{scope.baseline} computes the same at either precision and was timed beside both."
-        )
+    table.notes += _about_precisions(scope)
     if scope.probes:
         names = ", ".join(dict.fromkeys(contender.variant for contender in scope.probes))
         table.notes.append(
@@ -68,6 +66,20 @@ def geomean(report: Report, scope: Scope) -> Table:
             "searches, regroup always does, precomputed is handed what a search finds."
         )
     return table
+
+
+def _about_precisions(scope: Scope) -> list[str]:
+    """What ``its own`` means where it stands, and which precision has no rows."""
+    notes = []
+    own = [c.variant for c in scope.shown if scope.precision_of(c) == OWN_PRECISION]
+    if own:
+        notes.append(
+            f"{OWN_PRECISION}: {', '.join(own)} {'has' if len(own) == 1 else 'have'} one arithmetic, "
+            f"compared with either precision of the others. The limit of {error(ACCURATE)} is pwbench's, for "
+            "its own kernels at accurate."
+        )
+    notes += [f"{precision}: not measured." for precision in scope.unmeasured]
+    return notes
 
 
 def speedups(report: Report, scope: Scope) -> Table:

@@ -14,6 +14,7 @@ from pwbench.report.contenders import ONE_PRECISION, Contender
 from tests.rows import CAPTURES, row, suite_rows, unavailable
 
 TWO = CAPTURES[:2]
+BOTH = ("six", "batch")
 
 
 def report_of(tmp_path, rows, **options):
@@ -148,14 +149,14 @@ def test_few_samples_throttling_outliers_and_clocks_are_said(tmp_path):
 
 def test_a_cause_is_one_sentence_however_many_suites_and_rounds_it_was_seen_in(tmp_path):
     rows = [row(v, c, suite=s, throttle=f"power cap in {n} rounds")
-            for n, (v, c, s) in enumerate(product(("union8", "flashinfer"), TWO, ("six", "batch")))]  # fmt: skip
+            for n, (v, c, s) in enumerate(product(("union8", "flashinfer"), TWO, BOTH))]  # fmt: skip
     rows += [row("union8", TWO[0], suite="extremes", throttle="thermal in 1 round; power cap in 3 rounds")]
     rows += [row("union8", TWO[1], suite="extremes")]
     (caution,) = [c for c in report_of(tmp_path, rows).cautions if "held back" in c.text]
     assert "while 9 of 10 rows were sampled (power cap, thermal)" in caution.text
     config = "NVIDIA H200, CUDA graph, cold L2"
     assert caution.where == tuple(
-        [f"{s}/{c} ({config}): 2 of 2 rows" for s in ("six", "batch") for c in TWO]
+        [f"{s}/{c} ({config}): 2 of 2 rows" for s in BOTH for c in TWO]
         + [f"extremes/{TWO[0]} ({config}): 1 of 1 rows"]
     )
 

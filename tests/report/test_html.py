@@ -12,7 +12,7 @@ import pytest
 
 from pwbench import report as library
 from pwbench import results
-from pwbench.report import figures
+from pwbench.report import drawing, figures
 from pwbench.report.html import html
 from tests.rows import CAPTURES, row, suite_rows, unavailable
 
@@ -177,7 +177,7 @@ def test_a_figure_is_valid_xml():
 
 
 def test_labels_are_pushed_apart_and_stay_inside():
-    placed = figures._apart([0.9, 0.91, 0.92, 0.95], 0.1)
+    placed = drawing.apart([0.9, 0.91, 0.92, 0.95], 0.1)
     assert all(b - a > 0.0999 for a, b in pairwise(placed))
     assert placed[-1] <= 1.0
 
