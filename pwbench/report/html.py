@@ -16,7 +16,7 @@ from pwbench import __version__, variants
 from pwbench.columns import COLUMNS
 from pwbench.errors import PwbenchError
 from pwbench.report import drawing, figures, glossary, reach, studies, tables
-from pwbench.report.cells import Table, times
+from pwbench.report.cells import ACCURATE, Table, error, times
 from pwbench.report.contenders import ONE_PRECISION, Contender
 from pwbench.report.formats import sections
 from pwbench.report.headline import Headline, headline
@@ -83,6 +83,7 @@ def html(
         unavailable=tables.unavailable(report),
         provenance=studies.provenance(report),
         version=__version__,
+        limit=error(ACCURATE),
     )
     # What a page explains is found in the page itself, made without its explanations.
     words = glossary.explained(template.render(**facts, words=[], columns=[]))

@@ -73,11 +73,9 @@ def _about_precisions(scope: Scope) -> list[str]:
     notes = []
     own = [c.variant for c in scope.shown if scope.precision_of(c) == OWN_PRECISION]
     if own:
-        notes.append(
-            f"{OWN_PRECISION}: {', '.join(own)} {'has' if len(own) == 1 else 'have'} one arithmetic, "
-            f"compared with either precision of the others. The limit of {error(ACCURATE)} is pwbench's, for "
-            "its own kernels at accurate."
-        )
+        have = f"{', '.join(own)} {'has' if len(own) == 1 else 'have'} one precision"
+        limit = f"The limit of {error(ACCURATE)} is pwbench's, for its own kernels at accurate."
+        notes.append(f"{OWN_PRECISION}: {have}, whichever stands beside it. {limit}")
     notes += [f"{precision}: not measured." for precision in scope.unmeasured]
     return notes
 
