@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from pwbench import stats
 from pwbench.report import drawing
@@ -105,6 +106,9 @@ def accuracy(scope: Scope) -> str:
         axes.set_xlim(*_error_limits(points))
         axes.set_ylim(*((0.7 * min(speeds), 1.5 * max(speeds)) if log else (0, 1.12 * max(speeds))))
         drawing.plain_ticks(axes, log, vertical=True)
+        # Not as powers: their exponents would be too small to read.
+        axes.xaxis.set_major_formatter(lambda value, _place: f"{value:.0e}".replace("e-0", "e-"))
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.grid(True, axis="y")
         for name, at in accuracy_marks(scope).items():
             drawing.mark(axes, at, name)
