@@ -107,7 +107,7 @@ def accuracy(scope: Scope) -> str:
         axes.set_ylim(*((0.7 * min(speeds), 1.5 * max(speeds)) if log else (0, 1.12 * max(speeds))))
         drawing.plain_ticks(axes, log, vertical=True)
         # Not as powers: their exponents would be too small to read.
-        axes.xaxis.set_major_formatter(lambda value, _place: f"{value:.0e}".replace("e-0", "e-"))
+        axes.xaxis.set_major_formatter(lambda value, _place: _error_tick(value))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.grid(True, axis="y")
         for name, at in accuracy_marks(scope).items():
@@ -141,6 +141,10 @@ def _errors_and_speeds(scope: Scope) -> list[tuple[float, float, Contender]]:
     found = [(worst(scope.rows_of(c), "rel_l2"), scope.geomeans[c].value, c) for c in shown]
     # An error of nothing has no place on a logarithmic axis, nor has one that is not finite.
     return [(error, speed, c) for error, speed, c in found if error and math.isfinite(error)]
+
+
+def _error_tick(value: float) -> str:
+    return f"{value:.0e}".replace("e-0", "e-") if value < 1 else f"{value:g}"
 
 
 def _error_limits(points: Sequence[tuple[float, float, Contender]]) -> tuple[float, float]:

@@ -87,12 +87,12 @@ class Scope:
     @cached_property
     def shown(self) -> list[Contender]:
         """`contenders` for a reader: `probes` last, and once what computes the same in both precisions."""
-        hidden, probes = self._twins, self.probes
+        hidden, probes = self.twins, self.probes
         kept = [c for c in self.contenders if c not in hidden]
         return [c for c in kept if c not in probes] + [c for c in kept if c in probes]
 
     @cached_property
-    def _twins(self) -> set[Contender]:
+    def twins(self) -> set[Contender]:
         """Contenders whose results are those of another precision of the same variant, which is shown."""
         hidden = set()
         for variant, window in {(c.variant, c.window) for c in self.contenders}:
@@ -122,8 +122,8 @@ class Scope:
     def precision_of(self, contender: Contender) -> str:
         """The contender's precision, `OWN_PRECISION` where its variant has but one arithmetic."""
         mine = [c for c in self.contenders if c.variant == contender.variant]
-        shown = {c.precision for c in mine if c not in self._twins}
-        one = contender.variant in ONE_PRECISION or any(c in self._twins for c in mine)
+        shown = {c.precision for c in mine if c not in self.twins}
+        one = contender.variant in ONE_PRECISION or any(c in self.twins for c in mine)
         return OWN_PRECISION if one and len(shown) == 1 else contender.precision
 
     def named(self, contender: Contender) -> str:

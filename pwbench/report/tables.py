@@ -17,7 +17,7 @@ from pwbench.report.cells import (
     with_interval,
     worst,
 )
-from pwbench.report.contenders import OWN_PRECISION, Contender, contender_of
+from pwbench.report.contenders import ONE_PRECISION, OWN_PRECISION, Contender, contender_of
 from pwbench.report.model import Report, Scope
 from pwbench.results import STAGES, Row
 
@@ -217,9 +217,12 @@ def values(report: Report, scope: Scope) -> Table:
     ]
     table.strong.add(0)
     table.rows.append(["the FP8 cache itself", "", *(error(value) for value in cache)])
-    for contender in sorted({c for c, _ in mine}, key=lambda c: (c.precision != "fast", c.label)):
+    present = {c for c, _ in mine if c not in scope.twins}
+    for contender in sorted(present, key=lambda c: (c.precision != "fast", c.label)):
         errors = [mine[contender, c]["rel_l2"] if (contender, c) in mine else None for c in captures]
-        table.rows.append([contender.label, contender.precision, *(error(value) for value in errors)])
+        table.rows.append(
+            [contender.label, scope.precision_of(contender), *(error(value) for value in errors)]
+        )
     return table
 
 
@@ -322,7 +325,14 @@ def unavailable(report: Report) -> Table:
     for scope in report.scopes:
         for row in scope.missing:
             where = scope.gpu if scope.device == "cuda" else "CPU"
-            key = (row["variant"], row["precision"], where, row["status"], row["reason"] or "")
+            own = row["variant"] in ONE_PRECISION
+            key = (
+                row["variant"],
+                OWN_PRECISION if own else row["precision"],
+                where,
+                row["status"],
+                row["reason"] or "",
+            )
             seen.setdefault(key, []).append(f"{row['suite']}/{row['capture']}")
     for (variant, precision, where, status, reason), captures in sorted(seen.items()):
         distinct = sorted(set(captures))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pwbench import results
-from pwbench.report import build, studies, tables
+from pwbench.report import build, formats, studies, tables
 from pwbench.report.contenders import ONE_PRECISION, Contender
 from tests.rows import CAPTURES, row, suite_rows, unavailable
 
@@ -242,6 +242,26 @@ def test_results_that_differ_between_precisions_are_never_hidden(tmp_path):
     scope = report_of(tmp_path, rows).scopes[0]
     assert len(scope.shown) == len(scope.contenders) == 6
     assert {scope.precision_of(c) for c in scope.shown} == {"fast", "accurate"}
+
+
+def test_no_table_calls_a_variant_with_one_arithmetic_fast_or_accurate(tmp_path):
+    rows = []
+    for l2, kind, precision in product(("cold", "warm"), ("stored", "seeded"), ("fast", "accurate")):
+        how = {"l2": l2, "tensors": kind, "precision": precision}
+        rows += [row(v, **how) for v in ("union8", "flashinfer", "flashinfer-cake", "triton")]
+        rows += [unavailable("flashinfer-paged", "not installed", **how)]
+    report = report_of(tmp_path, rows)
+    made = [*formats.all_tables(report), *formats.sections(report, report.scopes)]
+    made += [tables.values(report, scope) for scope in report.scopes]
+    checked = 0
+    for table in (table for table in made if "precision" in table.columns):
+        at = table.columns.index("precision")
+        mine = [cells for cells in table.rows if set(cells) & set(ONE_PRECISION)]
+        assert {cells[at] for cells in mine} <= {"its own"}, (table.title, mine)
+        keys = [tuple(cells[: at + 1]) for cells in mine]
+        assert len(keys) == len(set(keys)), "one line each"
+        checked += bool(mine)
+    assert checked >= 9
 
 
 def test_windows_of_a_baseline_are_not_taken_for_precisions_of_it(tmp_path):

@@ -120,6 +120,11 @@ def test_nothing_written_overlaps_or_leaves_the_figure(drawn, name):
     assert not [text for text, _, box in written if box[0] < -0.5 or box[2] > right + 0.5]
 
 
+def test_errors_are_written_as_everywhere_else():
+    found = [figures._error_tick(value) for value in (1e-11, 1e-3, 0.1, 1.0, 10.0)]
+    assert found == ["1e-11", "1e-3", "1e-1", "1", "10"]
+
+
 def strokes(node):
     """Boxes of the lines and markers in a group of an SVG, without its patches of background."""
     for path in node.iter(f"{SVG}path"):
