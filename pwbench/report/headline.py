@@ -76,21 +76,21 @@ def _answer(scope: Scope, best: Contender) -> str:
 
 def _alike(scope: Scope, best: Contender, rivals: list[Contender]) -> str:
     """The fastest whose error is about the baseline's, where the fastest of all is not; what lacks rows."""
-    _, theirs = _errors(scope, best)
-    limit = max(ACCURATE, theirs or 0.0)
+    limit = max(ACCURATE, _errors(scope, best)[1] or 0.0)
     exact = [c for c in rivals if (own := _errors(scope, c)[0]) is not None and own <= limit]
-    text = ""
-    if exact and exact[0] != best:
-        own, theirs = _errors(scope, exact[0])
-        mean = scope.geomeans[exact[0]]
-        faster = f"{scope.named(exact[0])}, {times(mean.value)}"
-        text = f"At like accuracy: {faster} with {_against(scope, own, theirs)}."
-    elif not exact and not scope.unmeasured:
-        text = f"At like accuracy: nothing that was measured comes within {error(limit)}."
-    missing = [f"{precision}: not measured in this suite." for precision in scope.unmeasured]
-    if not exact and missing:
-        missing.insert(0, "At like accuracy: not measured.")
-    return " ".join([text, *missing]).strip()
+    if not exact and "accurate" in scope.unmeasured:
+        return "At like accuracy: not measured; this suite has no rows at accurate."
+    missing = [f"Not measured at {precision} in this suite." for precision in scope.unmeasured]
+    return " ".join([*_fastest_alike(scope, best, exact, limit), *missing])
+
+
+def _fastest_alike(scope: Scope, best: Contender, exact: list[Contender], limit: float) -> list[str]:
+    if not exact:
+        return [f"At like accuracy: nothing that was measured comes within {error(limit)}."]
+    if exact[0] == best:
+        return []  # the first answer says it
+    faster = f"{scope.named(exact[0])}, {times(scope.geomeans[exact[0]].value)}"
+    return [f"At like accuracy: {faster} with {_against(scope, *_errors(scope, exact[0]))}."]
 
 
 def _errors(scope: Scope, contender: Contender) -> tuple[float | None, float | None]:

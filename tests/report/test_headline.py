@@ -95,13 +95,20 @@ def test_like_accuracy_is_within_the_larger_of_the_limit_and_the_baselines_error
 def test_a_fastest_that_is_as_exact_as_the_baseline_needs_no_second_answer(tmp_path):
     rows = [row("union8", precision=p, rel_l2=1.8e-3) for p in ("fast", "accurate")]
     assert said(tmp_path, peer(), *rows).alike == ""
+    (tmp_path / "rows.parquet").unlink()
+    assert said(tmp_path, peer(), rows[1]).alike == "Not measured at fast in this suite."
 
 
 def test_where_nothing_is_as_exact_the_answer_tells_not_measured_from_too_inexact(tmp_path):
     found = said(tmp_path, peer(), row("union8"))
-    assert found.alike == "At like accuracy: not measured. accurate: not measured in this suite."
+    assert found.alike == "At like accuracy: not measured; this suite has no rows at accurate."
     found = said(tmp_path, peer(), row("union8"), row("union8", precision="accurate", rel_l2=9e-3))
     assert found.alike == "At like accuracy: nothing that was measured comes within 2.5e-3."
+    (tmp_path / "rows.parquet").unlink()
+    triton = row("triton", complete_us=300, rel_l2=2.1e-3)
+    found = said(tmp_path, peer(), row("union8"), triton)
+    assert re.match(r"At like accuracy: triton \(own precision\), 0\.6\dx with rel-L2 2\.1e-3", found.alike)
+    assert found.alike.endswith(" Not measured at accurate in this suite.")
 
 
 @pytest.mark.parametrize("kind", ["seeded", "stored"])

@@ -42,7 +42,7 @@ def test_what_a_suite_lacks_is_said_wherever_the_suite_is_shown(tmp_path):
     assert "– not measured." in seen(overview)
     assert not re.search(r"<td[^>]*></td>", overview[overview.index("At a glance") :])
     assert "not measured" not in seen(six.split("<details>")[0])
-    assert "At like accuracy: not measured. accurate: not measured in this suite." in seen(short)
+    assert "At like accuracy: not measured; this suite has no rows at accurate." in seen(short)
     assert "accurate: not measured. " in seen(short[short.index("</table>") :])
 
 
