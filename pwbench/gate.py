@@ -16,7 +16,7 @@ import pandas as pd
 
 from pwbench import counter_baseline, stats, variants
 from pwbench.errors import InputError
-from pwbench.report.model import samples_of
+from pwbench.report.contenders import samples_of
 from pwbench.results import Row, rows_in_order
 from pwbench.variants import Variant
 

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from pwbench.cli._common import terminal
 from pwbench.report import studies, tables
+from pwbench.report.cells import Table
 from pwbench.report.model import Report, Scope
-from pwbench.report.tables import Table
 from pwbench.results import STAGES, Row
 
 _BAR = 20
@@ -71,11 +71,12 @@ def show(report: Report, full: bool = True) -> None:
 def _geomean(console: Console, report: Report, scope: Scope) -> None:
     table = tables.geomean(report, scope)
     top = max((mean.value for mean in scope.geomeans.values()), default=0.0)
+    verdict = table.columns.index("verdict")
     bars = []
     for contender, cells in zip(scope.shown, table.rows, strict=True):
         mean = scope.geomeans.get(contender)
         length = max(1, round(_BAR * mean.value / top)) if mean and top else 0
-        bars.append(Text("█" * length, style=_VERDICT_STYLES.get(cells[4], "dim")))
+        bars.append(Text("█" * length, style=_VERDICT_STYLES.get(cells[verdict], "dim")))
     _print(console, table, bars if top else None)
 
 
@@ -164,14 +165,14 @@ def _rich(table: Table, bars: list[Text] | None, blocks: bool, wrap: bool, witho
             rich.add_section()
         if blocks and index in table.breaks:
             rich.add_row(Text(row[0], style="bold"))
-        cells = [Text(row[i], style=_style(table.columns[i], row)) for i in kept]
+        cells = [Text(row[i], style=_style(table.columns[i], row[i])) for i in kept]
         rich.add_row(*cells, *([bars[index]] if bars and bar else []), style=_row_style(table, index))
     return rich
 
 
-def _style(column: str, row: list[str]) -> str:
+def _style(column: str, cell: str) -> str:
     if column == "verdict":
-        return _VERDICT_STYLES.get(row[4], "")
+        return _VERDICT_STYLES.get(cell, "")
     return {"speed-up": "bold", "net gain": "bold"}.get(column, "")
 
 

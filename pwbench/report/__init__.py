@@ -7,7 +7,8 @@ print(markdown(report))
 from __future__ import annotations
 
 from pwbench.report.build import build
+from pwbench.report.contenders import Contender, Gain
 from pwbench.report.formats import csv, data, markdown
-from pwbench.report.model import Contender, Gain, Report, Scope
+from pwbench.report.model import Report, Scope
 
 __all__ = ["Contender", "Gain", "Report", "Scope", "build", "csv", "data", "markdown"]

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from pwbench import stats
+from pwbench.report.cautions import gather
 from pwbench.report.model import (
     CPU_BASELINE,
     DEFAULT_BASELINE,
@@ -14,13 +15,10 @@ from pwbench.report.model import (
     Report,
     Scope,
     contender_of,
-    samples_of,
 )
 from pwbench.results import CHOICES, Row, rows_in_order
 
 SUITE_ORDER = ("six", "six-2k", "five-64k", "batch")
-_CLOCKS_APART = 0.03
-_OUTLIERS = 0.05
 
 
 def build(frame: pd.DataFrame, baseline: str = DEFAULT_BASELINE, fallback: str | None = None) -> Report:
@@ -33,7 +31,7 @@ def build(frame: pd.DataFrame, baseline: str = DEFAULT_BASELINE, fallback: str |
         fallback: the variant to use there instead.
     """
     rows = rows_in_order(frame)
-    warnings: list[str] = []
+    remeasured: list[str] = []
     scopes: dict[tuple[str, ...], Scope] = {}
     for row in rows:
         suite, device, gpu, mode, l2 = (str(row[n] or "") for n in ("suite", "device", "gpu", "mode", "l2"))
@@ -41,24 +39,26 @@ def build(frame: pd.DataFrame, baseline: str = DEFAULT_BASELINE, fallback: str |
             row
         )
     for scope in scopes.values():
-        _fill(scope, warnings)
+        remeasured += _fill(scope)
         _choose_baseline(scope, baseline, fallback)
     ordered = sorted(scopes.values(), key=_scope_order)
-    warnings += _measurement_warnings(ordered)
-    return Report(baseline, ordered, _with_speedups(ordered), list(dict.fromkeys(warnings)), frame)
+    cautions = gather(ordered, list(dict.fromkeys(remeasured)))
+    return Report(baseline, ordered, _with_speedups(ordered), cautions, frame)
 
 
-def _fill(scope: Scope, warnings: list[str]) -> None:
-    """Split the scope's rows into current cells and what is missing."""
-    rows = scope.others
+def _fill(scope: Scope) -> list[str]:
+    """Split the scope's rows into current cells and what is missing.
+
+    Returns:
+        The captures, ``suite/capture``, with rows that were measured on other selections and are left out.
+    """
+    rows, remeasured = scope.others, []
     scope.others = [row for row in rows if row["status"] == "ok"]
     for capture in dict.fromkeys(row["capture"] for row in rows):
         mine = [row for row in rows if row["capture"] == capture]
         tables = mine[-1]["tables_sha256"]
         if any(row["tables_sha256"] != tables for row in mine):
-            warnings.append(
-                f"{scope.suite}/{capture}: older rows were measured on other selections and are left out."
-            )
+            remeasured.append(f"{scope.suite}/{capture}")
             mine = [row for row in mine if row["tables_sha256"] == tables]
         tensors = _prevalent([row["tensors"] for row in mine if row["status"] == "ok"])
         current: dict[Contender, Row] = {}
@@ -70,6 +70,7 @@ def _fill(scope: Scope, warnings: list[str]) -> None:
                 scope.cells[contender, capture] = row
             else:
                 scope.missing.append(row)
+    return remeasured
 
 
 def _prevalent(tensors: list[Any]) -> Any:
@@ -110,51 +111,6 @@ def _scope_order(scope: Scope) -> tuple[Any, ...]:
         CHOICES["mode"].index(scope.mode),
         CHOICES["l2"].index(scope.l2),
     )
-
-
-def _measurement_warnings(scopes: list[Scope]) -> list[str]:
-    found: dict[tuple[str, str], list[str]] = {}
-    for scope in scopes:
-        for text in _scope_warnings(scope):
-            found.setdefault((scope.config, text), []).append(scope.suite)
-    return [f"{', '.join(suites)} ({config}): {text}." for (config, text), suites in found.items()]
-
-
-def _scope_warnings(scope: Scope) -> list[str]:
-    found = []
-    rows = list(scope.cells.values())
-    share = f"of {len(rows)} rows"
-    throttled = [row for row in rows if row.get("throttle")]
-    if throttled:
-        what = ", ".join(sorted({str(row["throttle"]) for row in throttled}))
-        which = "all rows" if len(throttled) == len(rows) else f"{len(throttled)} {share}"
-        found.append(
-            f"the GPU was held back while {which} were sampled ({what}). Variants took turns, so "
-            "their ratios compare like with like; their times are not the best that this GPU can do"
-        )
-    few = sum(len(samples_of(row)) < stats.ENOUGH for row in rows)
-    if few:
-        found.append(
-            f"{few} {share} have fewer than {stats.ENOUGH} samples, too few to call anything faster or "
-            "slower; replay with more --samples"
-        )
-    sampled = [samples_of(row) for row in rows if len(samples_of(row)) >= stats.ENOUGH]
-    spread = sum(stats.outlier_share(values) > _OUTLIERS for values in sampled)
-    if spread:
-        found.append(
-            f"in {spread} {share} more than {_OUTLIERS:.0%} of the samples are outliers (kept); something "
-            "else may have used the machine"
-        )
-    unpaired = sum(not ratio.paired for ratio in scope.speedups.values())
-    if unpaired:
-        found.append(
-            f"{unpaired} of {len(scope.speedups)} speed-ups compare different sessions; differences below "
-            f"{stats.CROSS_SESSION_FLOOR:.0%} mean nothing there"
-        )
-    clocks = [float(row["sm_clock_mhz"]) for row in rows if row.get("sm_clock_mhz")]
-    if clocks and max(clocks) > (1 + _CLOCKS_APART) * min(clocks):
-        found.append(f"SM clocks differ between rows ({min(clocks):.0f} to {max(clocks):.0f} MHz)")
-    return found
 
 
 def _with_speedups(scopes: list[Scope]) -> list[Row]:

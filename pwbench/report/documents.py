@@ -21,10 +21,10 @@ from pwbench.errors import InputError
 from pwbench.files import replace_text
 from pwbench.report import studies, tables
 from pwbench.report.build import build
+from pwbench.report.cells import Table
 from pwbench.report.formats import markdown_table
 from pwbench.report.model import DEFAULT_BASELINE, Report, Scope
 from pwbench.report.paper import paper
-from pwbench.report.tables import Table
 
 _PLACE = re.compile(
     r"<!-- table:(?P<name>[\w-]+)(?P<filters>(?: [\w-]+=\S+)*) -->\n(?P<body>.*?)<!-- end -->", re.S

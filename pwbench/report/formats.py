@@ -11,8 +11,9 @@ import pandas as pd
 
 from pwbench import stats
 from pwbench.report import studies, tables
-from pwbench.report.model import DEFAULT_WINDOW, Contender, Report, Scope
-from pwbench.report.tables import Table
+from pwbench.report.cells import Table
+from pwbench.report.contenders import DEFAULT_WINDOW, Contender
+from pwbench.report.model import Report, Scope
 from pwbench.results import COLUMNS
 
 _HEAVY = ("complete_samples", "stage_samples")

@@ -1,14 +1,21 @@
-"""The answer in sentences: what is fastest, by how much, how sure, why, and at what accuracy."""
+"""The answer in sentences: what is fastest, by how much, at what error, how sure, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
 from pwbench import stats
-from pwbench.report.model import DEFAULT_WINDOW, Contender, Report, Scope, samples_of
-from pwbench.report.tables import ACCURATE, clock, error, times, worst
-
-_DOCUMENTED = " (documented)"
+from pwbench.report.cells import ACCURATE, clock, error, times, worst
+from pwbench.report.contenders import (
+    DEFAULT_WINDOW,
+    ONE_PRECISION,
+    Contender,
+    samples_of,
+    stage_us,
+)
+from pwbench.report.model import Report, Scope
+from pwbench.report.reach import binding_terms, geometric_mean
+from pwbench.results import STAGES, Row
 
 
 @dataclass
@@ -16,12 +23,14 @@ class Headline:
     """Sentences for one scope.
 
     Attributes:
-        answer: what is fastest and by how much.
+        answer: what is fastest and by how much, with the error of both sides.
+        alike: the same for the fastest that is about as exact as the baseline; or that there is none.
         facts: (question, answer) pairs: how sure, why, how accurate, does the search pay.
         sure: whether there were enough samples for a verdict.
     """
 
     answer: str
+    alike: str = ""
     facts: list[tuple[str, str]] = field(default_factory=list)
     sure: bool = False
 
@@ -34,78 +43,167 @@ def headline(report: Report, scope: Scope) -> Headline:
         return Headline(scope.note or "Only the baseline was measured, so there is nothing to compare.")
     best = rivals[0]
     mean = scope.geomeans[best]
-    over = f"{scope.baseline}, as a geomean over {_captures(scope.counted(best))}"
-    verb = "is" if mean.enough else "looks"
-    found = Headline(f"{best.full} {verb} fastest: {times(mean.value)} as fast as {over}.", sure=mean.enough)
-    if mean.value <= 1:
-        found.answer = f"Nothing beats {scope.baseline}: the best, {best.full}, reaches {times(mean.value)}."
-    if scope.device == "cpu":
-        found.answer += " CPU times show that the variants work; they say nothing about a GPU."
-    found.facts.append(("How sure?", _how_sure(scope, best, mean)))
-    why = _why(scope, best)
-    if why:
-        found.facts.append(("Why?", why))
-    kernels = _against_which_kernels(scope, best)
-    if kernels:
-        found.facts.append(("Against what exactly?", kernels))
-    found.facts.append(("At what accuracy?", _how_accurate(scope, best, rivals)))
-    pays = _does_the_search_pay(scope)
-    if pays:
-        found.facts.append(("Does the search pay?", pays))
+    found = Headline(_answer(scope, best), _alike(scope, best, rivals), sure=mean.enough)
+    asked = (
+        ("How sure?", _how_sure(scope, best)),
+        ("Why?", _why(scope, best)),
+        ("Against what exactly?", _against_which_kernels(scope, best)),
+        ("At what accuracy?", _how_accurate(scope, best)),
+        ("Does the search pay?", _does_the_search_pay(scope)),
+    )
+    found.facts = [(question, text) for question, text in asked if text]
     return found
 
 
-def _how_sure(scope: Scope, best: Contender, mean: stats.Ratio) -> str:
-    rows = scope.rows_of(best)
-    fewest = min(len(samples_of(row)) for row in rows)
-    if not mean.enough:
-        return f"Not sure: {fewest} samples per capture are too few for a verdict (at least {stats.ENOUGH})."
-    floors = [row["noise_floor"] for row in rows if row["noise_floor"] is not None]
-    text = f"The 95 % interval is {mean.low:.3f} to {mean.high:.3f}, from {fewest} samples per capture"
-    text += " taken in turn with the baseline's." if mean.paired else ", measured in different sessions."
-    if floors:
-        text += f" Timed against itself the baseline differs by up to {max(floors):.1%}, the noise floor."
+def _answer(scope: Scope, best: Contender) -> str:
+    """What is fastest, by how much, and the errors that belong to that comparison."""
+    mean = scope.geomeans[best]
+    over = f"geomean over {_captures(scope.counted(best))}"
+    own, theirs = _errors(scope, best)
+    at = f", with {_against(scope, own, theirs)}" if own is not None else ""
+    over += ", errors the worst of them" if own is not None and scope.counted(best) > 1 else ""
+    if mean.value <= 1:
+        reached = f"the best, {scope.named(best)}, reaches {times(mean.value)}"
+        text = f"Nothing beats {scope.baseline}: {reached}{at} ({over})."
+    else:
+        verb = "is" if mean.enough else "looks"
+        faster = f"{times(mean.value)} as fast as {scope.baseline}"
+        text = f"{scope.named(best)} {verb} fastest: {faster}{at} ({over})."
+    if scope.device == "cpu":
+        text += " CPU times show that the variants work; they say nothing about a GPU."
     return text
+
+
+def _alike(scope: Scope, best: Contender, rivals: list[Contender]) -> str:
+    """The fastest whose error is about the baseline's, where the fastest of all is not; what lacks rows."""
+    limit = max(ACCURATE, _errors(scope, best)[1] or 0.0)
+    exact = [c for c in rivals if (own := _errors(scope, c)[0]) is not None and own <= limit]
+    if not exact and "accurate" in scope.unmeasured:
+        return "At like accuracy: not measured; this suite has no rows at accurate."
+    missing = [f"Not measured at {precision} in this suite." for precision in scope.unmeasured]
+    return " ".join([*_fastest_alike(scope, best, exact, limit), *missing])
+
+
+def _fastest_alike(scope: Scope, best: Contender, exact: list[Contender], limit: float) -> list[str]:
+    if not exact:
+        return [f"At like accuracy: nothing that was measured comes within {error(limit)}."]
+    if exact[0] == best:
+        return []  # the first answer says it
+    faster = f"{scope.named(exact[0])}, {times(scope.geomeans[exact[0]].value)}"
+    return [f"At like accuracy: {faster} with {_against(scope, *_errors(scope, exact[0]))}."]
+
+
+def _errors(scope: Scope, contender: Contender) -> tuple[float | None, float | None]:
+    """Worst rel-L2 over the compared captures: the contender's and the baseline's."""
+    pairs = scope.pairs(contender)
+    return worst((row for _, row in pairs), "rel_l2"), worst((base for base, _ in pairs), "rel_l2")
+
+
+def _against(scope: Scope, own: float | None, theirs: float | None) -> str:
+    return f"rel-L2 {error(own)}" + ("" if theirs is None else f" where {scope.baseline} has {error(theirs)}")
+
+
+def _how_sure(scope: Scope, best: Contender) -> str:
+    """The interval, what it is made of, and the noise floor, in plain words."""
+    mean, pairs = scope.geomeans[best], scope.pairs(best)
+    counts = sorted({len(samples_of(row)) for pair in pairs for row in pair})
+    if not mean.enough:
+        fewest = f"{counts[0]} sample{'' if counts[0] == 1 else 's'} per capture"
+        are = "is" if counts[0] == 1 else "are"
+        return f"Not sure: {fewest} {are} too few for a verdict (at least {stats.ENOUGH})."
+    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    text = (
+        f"The speed-up lies between {mean.low:.3f} and {mean.high:.3f} (95 % interval). Each side was timed "
+        f"{each} times on every capture; those samples were drawn again at random {stats.RESAMPLES:,} times, "
+        f"and 95 % of the geomeans that came out lie in there. It says how firm the timing is, on these "
+        f"captures only."
+    )
+    apart = sum(not ratio.paired for (c, _), ratio in scope.speedups.items() if c == best)
+    if not apart:
+        text += " The two took turns, sample by sample, in one session."
+    else:
+        text += (
+            f" On {apart} of {_captures(len(pairs))} the two were measured in different sessions, which "
+            f"alone can differ by {stats.CROSS_SESSION_FLOOR:.0%}."
+        )
+    return text + _noise(scope, pairs)
+
+
+def _noise(scope: Scope, pairs: list[tuple[Row, Row]]) -> str:
+    rows = [row for pair in pairs for row in pair]
+    floors = [row["noise_floor"] for row in rows if row["noise_floor"] is not None]
+    text = ""
+    if floors:
+        text = (
+            f" Noise (A/A): timed against itself in the same way, {scope.baseline} seemed up to "
+            f"{max(floors):.1%} faster or slower than it is."
+        )
+    floor = f"{scope.floor(rows):.1%}"
+    return text + f" Faster or slower is said only where the whole interval lies beyond {floor}."
 
 
 def _why(scope: Scope, best: Contender) -> str:
-    """Page visits and stages of the fastest beside the baseline's, summed over the captures."""
-    pairs = []
-    for capture in scope.captures:
-        if (best, capture) in scope.speedups:
-            base = scope.base_row(best, capture)
-            if base is not None:
-                pairs.append((base, scope.cells[best, capture]))
-    if not pairs:
-        return ""
-    totals = {}
-    for name in ("complete", "attention", "search", "metadata"):
-        totals[name] = [sum(row[f"{name}_us"] or 0.0 for row in side) for side in zip(*pairs, strict=True)]
-    unit, write = clock(value / len(pairs) for values in totals.values() for value in values)
-    old, new = ([values[i] / len(pairs) for values in totals.values()] for i in (0, 1))
+    """Time, stages and page visits of the fastest beside the baseline's, in the headline's own mean."""
+    pairs = scope.pairs(best)
+    sides = [[row["complete_us"] for row in side] for side in zip(*pairs, strict=True)]
+    old, new = (geometric_mean(side) for side in sides)
+    unit, write = clock((old, new))
+    mean = "the geomean over the captures" if len(pairs) > 1 else "on the one capture"
     text = (
-        f"Of its mean {write(new[0])} {unit} per call, attention takes {write(new[1])}"
-        + (f", search {write(new[2])}" if new[2] else "")
-        + (f", metadata {write(new[3])}" if new[3] else "")
-        + (" (stages overlap)" if sum(new[1:]) > new[0] else "")
-        + f"; {scope.baseline} takes {write(old[0])}."
+        f"A call takes {write(new)} {unit} instead of {scope.baseline}'s {write(old)} ({mean}, hence "
+        f"{times(old / new)}). {_stage_shares([row for _, row in pairs])}"
     )
-    visits = [row["union_pages"] for _, row in pairs]
-    selected = [row["selected_pages"] for _, row in pairs]
-    if all(visits) and all(selected) and sum(visits) < sum(selected):
-        text += (
-            f" Queries that share a page list make {sum(visits):,} page visits where each alone would make "
-            f"{sum(selected):,}: {sum(visits) / sum(selected):.0%}."
-        )
-    terms = sorted({str(row["roofline_term"]) for _, row in pairs if row["roofline_term"]})
-    shares = [row["roofline_us"] / row["complete_us"] for _, row in pairs if row["roofline_us"]]
-    if terms and shares and scope.device == "cuda":
-        low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
-        reach = low if low == high else f"{low} to {high}"
-        rates = ", at documented rates" if any(term.endswith(_DOCUMENTED) for term in terms) else ""
-        bound = " or ".join(dict.fromkeys(term.removesuffix(_DOCUMENTED) for term in terms))
-        text += f" It reaches {reach} of the roofline (bound by {bound}{rates})."
+    return text + _visits(scope, pairs) + _roofline(scope, best, [row for _, row in pairs])
+
+
+def _stage_shares(rows: list[Row]) -> str:
+    """Each stage's part of the call, a mean over captures, since a stage may be absent from some."""
+    shares = {s: sum(stage_us(row, s) / row["complete_us"] for row in rows) / len(rows) for s in STAGES}
+    parts = [f"{name} {share:.0%}" for name, share in shares.items() if share]
+    if len(parts) < 2:
+        return ""
+    mean = "on average over the captures" if len(rows) > 1 else "of the call"
+    over = "; stages overlap, so together they exceed 100 %" if sum(shares.values()) > 1.005 else ""
+    return f"Of it, {mean}: {', '.join(parts)}{over}."
+
+
+def _visits(scope: Scope, pairs: list[tuple[Row, Row]]) -> str:
+    """Page visits, against the baseline's where its sharing is known, else against no sharing at all."""
+    if not all(base["selected_pages"] and row["union_pages"] for base, row in pairs):
+        return ""
+    visits = sum(row["union_pages"] for _, row in pairs)
+    alone = sum(row["selected_pages"] for _, row in pairs)
+    where = "" if len(pairs) == 1 else ", summed over the captures"
+    text = f" Page visits{where}: {visits:,}"
+    if all(_shares_pages(base) for base, _ in pairs):
+        theirs = sum(base["union_pages"] for base, _ in pairs)
+        return f"{text}, {scope.baseline}'s {theirs:,} ({visits / theirs:.0%})."
+    if visits >= alone:
+        return ""
+    text += f", {visits / alone:.0%} of the {alone:,} that there would be if no two queries shared a page."
+    if str(scope.baseline).startswith("flashinfer"):
+        text += f" How many {scope.baseline} makes is not counted: its kernels share pages in their own way."
     return text
+
+
+def _shares_pages(row: Row) -> bool:
+    return bool(row["groups"] and row["union_pages"] and row["groups"] < row["total_q"] * row["kv_heads"])
+
+
+def _roofline(scope: Scope, best: Contender, rows: list[Row]) -> str:
+    """How far the fastest is from what the GPU's ceilings allow it."""
+    shares = [row["roofline_us"] / row["complete_us"] for row in rows if row["roofline_us"]]
+    terms = binding_terms(rows)
+    if not terms or not shares or scope.device != "cuda":
+        return ""
+    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    reach = low if low == high else f"{low} to {high}"
+    documented = any("(documented)" in str(row["roofline_term"]) for row in rows)
+    rates = ", at documented rates" if documented else ""
+    return (
+        f" The ceilings of this GPU would allow its work in {reach} of the time (its roofline; what binds is "
+        f"{' or '.join(terms)}{rates})."
+    )
 
 
 def _against_which_kernels(scope: Scope, best: Contender) -> str:
@@ -123,26 +221,28 @@ def _against_which_kernels(scope: Scope, best: Contender) -> str:
     return "; ".join(parts) + "." if parts else ""
 
 
-def _how_accurate(scope: Scope, best: Contender, rivals: list[Contender]) -> str:
-    own = worst(scope.rows_of(best), "rel_l2")
+def _how_accurate(scope: Scope, best: Contender) -> str:
+    own, theirs = _errors(scope, best)
     if own is None:
         return "It was not checked against the reference."
-    text = f"Its worst rel-L2 error is {error(own)}"
-    base = [c for c in scope.contenders if c.variant == scope.baseline]
-    theirs = worst((row for c in base for row in scope.rows_of(c)), "rel_l2")
-    text += f", {scope.baseline}'s {error(theirs)}." if theirs is not None else "."
+    text = f"{scope.named(best)}: rel-L2 {error(own)}"
+    text += f"; {scope.baseline}: {error(theirs)}" if theirs is not None else ""
+    text += ", against a reference on the same FP8 cache, each the worst of its captures."
     if all(row["tensors"] == "seeded" for row in scope.rows_of(best)):
         text += " Q and KV were seeded random values, not the model's own."
     cache = worst(scope.rows_of(best), "fp8_cache_rel_l2")
     if cache is not None:
         text += f" Storing K and V in FP8 alone costs {error(cache)}."
-    if own > ACCURATE:
-        exact = [c for c in rivals if (worst(scope.rows_of(c), "rel_l2") or 1.0) <= ACCURATE]
-        if exact:
-            mean = scope.geomeans[exact[0]]
-            text += f" Fastest within {error(ACCURATE)}: {exact[0].full} at {times(mean.value)}."
-        else:
-            text += f" No contender within {error(ACCURATE)} was measured beside the baseline."
+    text += _whose_limit(scope)
+    limit = max(ACCURATE, theirs or 0.0)
+    return text + f" Like accuracy means a worst rel-L2 of {error(limit)} at most."
+
+
+def _whose_limit(scope: Scope) -> str:
+    """What the limit of `ACCURATE` is, and that a baseline with one precision is not bound by it."""
+    text = f" The limit of {error(ACCURATE)} is pwbench's own, for its kernels at accurate."
+    if scope.baseline in ONE_PRECISION:
+        text += f" {scope.baseline} has one precision, its own, and keeps or breaks no limit."
     return text
 
 

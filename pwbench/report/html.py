@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
@@ -9,22 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
-from pwbench import __version__, ceilings, stats, variants
+from pwbench import __version__, variants
 from pwbench.columns import COLUMNS
 from pwbench.errors import PwbenchError
-from pwbench.report import figures, studies, tables
+from pwbench.report import drawing, figures, glossary, reach, studies, tables
+from pwbench.report.cells import ACCURATE, Table, error, times
+from pwbench.report.contenders import ONE_PRECISION, Contender
 from pwbench.report.formats import sections
 from pwbench.report.headline import Headline, headline
-from pwbench.report.model import Contender, Report, Scope
-from pwbench.report.tables import Table
+from pwbench.report.model import Report, Scope
+from pwbench.results import CHOICES
 
+_ABSENT = "–"
 _QUIET: Callable[[str], None] = lambda text: None  # noqa: E731
 
 
 @dataclass
 class Part:
-    """What the page shows of one scope."""
+    """What the page shows of one scope.
+
+    Attributes:
+        marks: the lines that its figure of accuracy draws (`figures.accuracy_marks`).
+        ceilings_source: where the GPU's ceilings are from, ``measured`` or ``documented``.
+    """
 
     scope: Scope
     title: str
@@ -33,7 +43,13 @@ class Part:
     geomean: Table
     figures: dict[str, list[str]] = field(default_factory=dict)
     tables: list[Table] = field(default_factory=list)
-    reached: list[str] = field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
+    ceilings_source: str = ""
+
+    @property
+    def one_precision(self) -> bool:
+        """Whether the baseline has one arithmetic only."""
+        return self.scope.baseline in ONE_PRECISION
 
 
 def html(
@@ -52,10 +68,11 @@ def html(
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    environment.filters["whole"] = _whole
     template = environment.from_string(
         resources.files("pwbench.report").joinpath("page.html.j2").read_text("utf-8")
     )
-    return template.render(
+    facts = dict(
         report=report,
         parts=parts,
         glance=_glance(report, parts),
@@ -65,21 +82,30 @@ def html(
         studies=sections(report, report.main_scopes()),
         unavailable=tables.unavailable(report),
         provenance=studies.provenance(report),
-        columns=[c for c in COLUMNS if c.section not in ("Where the row comes from",)],
         version=__version__,
-        enough=stats.ENOUGH,
+        limit=error(ACCURATE),
     )
+    # What a page explains is found in the page itself, made without its explanations.
+    words = glossary.explained(template.render(**facts, words=[], columns=[]))
+    columns = [c for c in COLUMNS if c.section not in ("Where the row comes from",)]
+    return template.render(**facts, words=words, columns=columns)
+
+
+def _whole(text: str) -> Markup:
+    """Escaped text whose numbers like 2.5e-3 are never broken at their minus by the end of a line."""
+    return Markup(re.sub(r"\d(?:\.\d+)?e-\d+", r'<span class="whole">\g<0></span>', str(escape(text))))
 
 
 def _part(report: Report, scope: Scope, captures: str | Path | None, note: Callable[[str], None]) -> Part:
     note(scope.suite)
-    anchor = f"{scope.suite}-{scope.device}-{abs(figures.hash_of(scope.gpu)) % 9973}"
+    anchor = f"{scope.suite}-{scope.device}-{abs(drawing.hash_of(scope.gpu)) % 9973}"
     part = Part(scope, tables.title_of(scope), anchor, headline(report, scope), tables.geomean(report, scope))
     drawn = part.figures
     drawn.update({"speedups": [], "accuracy": [], "capture speedups": []})
     if scope.speedups:
         drawn["speedups"] = [figures.speedups(scope)]
         drawn["accuracy"] = [figure for figure in [figures.accuracy(scope)] if figure]
+        part.marks = list(figures.accuracy_marks(scope))
         drawn["capture speedups"] = [
             figures.capture_speedups(scope, c)
             for c in scope.captures
@@ -88,8 +114,9 @@ def _part(report: Report, scope: Scope, captures: str | Path | None, note: Calla
     drawn["stages"] = [figures.stages(scope, capture) for capture in scope.captures]
     drawn["regroup"] = _regroup_figures(scope)
     drawn["unions"] = _union_figures(scope, captures, note)
-    reached = _reached(scope)
+    reached = reach.reached(scope)
     drawn["ceilings"] = [figures.ceilings(scope, reached)] if reached else []
+    part.ceilings_source = reach.source(scope)
     made = [
         tables.speedups(report, scope),
         tables.split(report, scope),
@@ -125,8 +152,14 @@ def _glance(report: Report, parts: list[Part]) -> Table | None:
         if contender in probes and not table.breaks:
             table.breaks.add(len(table.rows))
         means = [scope.geomeans.get(contender) for scope in scopes]
-        cells = [tables.times(m.value if m else None) for m in means]
+        cells = [times(m.value) if m else _ABSENT for m in means]
         table.rows.append([contender.label, seen[contender].precision_of(contender), *cells])
+    if any(_ABSENT in cells for cells in table.rows):
+        table.notes.append(f"{_ABSENT} not measured.")
+    for precision in CHOICES["precision"]:
+        lacking = [scope.suite for scope in scopes if precision in scope.unmeasured]
+        if lacking:
+            table.notes.append(f"{precision}: not measured in {', '.join(lacking)}.")
     return table
 
 
@@ -190,26 +223,3 @@ def _union_figures(scope: Scope, captures: str | Path | None, note: Callable[[st
         sizes = union_sizes(loaded, group), union_sizes(loaded, group, order)
         drawn.append(figures.unions(f"{capture}, {gain.kernel}", *sizes, group))
     return drawn
-
-
-def _reached(scope: Scope) -> dict[Contender, dict[str, float]]:
-    """Share of every ceiling that each contender reaches, geomean over the captures; GPU rows only."""
-    known = ceilings.find(scope.gpu) if scope.device == "cuda" else None
-    if known is None:
-        return {}
-    limits = {"tensor": known.rates.fp8, "L2": known.rates.l2, "exp": known.rates.exp2}
-    found: dict[Contender, dict[str, float]] = {}
-    for contender in scope.shown:
-        shares: dict[str, list[float]] = {}
-        for row in scope.rows_of(contender):
-            if row["groups"] is None or not row["useful_flops"]:
-                continue
-            for name, rate in figures.row_rates(row).items():
-                limit = limits[name]
-                if limit and rate:
-                    shares.setdefault(name, []).append(rate / limit)
-            if row["roofline_us"]:
-                shares.setdefault("roofline", []).append(row["roofline_us"] / row["complete_us"])
-        if shares:
-            found[contender] = {name: figures.geometric_mean(values) for name, values in shares.items()}
-    return found

@@ -7,101 +7,28 @@ captures never meet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import pandas as pd
 
 from pwbench import stats
+from pwbench.report.contenders import (
+    DEFAULT_WINDOW,
+    ONE_PRECISION,
+    OWN_PRECISION,
+    Contender,
+    Gain,
+    compare,
+    contender_of,
+)
 from pwbench.results import CHOICES, Row
 
 DEFAULT_BASELINE = "flashinfer"
 CPU_BASELINE = "reference"
-DEFAULT_WINDOW = 128
-OWN_WINDOW = ("pageweaver",)
-"""Kernels whose search has a window of its own. One of them may search some captures of a suite and leave
-others in their order: that is its choice, not another contender."""
 SYNTHETIC_SUITES = ("extremes", "shapes", "affinity", "synthetic")
 """Suites of made-up selections: reported, always apart and last, never headlined."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A variant the way it was run: what one line of a table stands for.
-
-    Attributes:
-        window: the search's, where the options decide it; None for a kernel of `OWN_WINDOW`.
-    """
-
-    variant: str
-    precision: str
-    window: int | None
-
-    @property
-    def label(self) -> str:
-        """The variant's name, with the window when it is not the default."""
-        return self.variant + (f" W{self.window}" if self.window not in (None, DEFAULT_WINDOW) else "")
-
-    @property
-    def fixed_path(self) -> bool:
-        """Whether it is one path of a kernel that chooses its path itself, measured to tell them apart."""
-        stem, *path = self.variant.split("-", 1)
-        return stem in OWN_WINDOW and bool(path)
-
-    @property
-    def competes(self) -> bool:
-        """Whether it does the whole work: the ``-precomputed`` path is handed its permutation."""
-        return not self.variant.endswith("-precomputed")
-
-    @property
-    def full(self) -> str:
-        """`label` with the precision."""
-        return f"{self.label} ({self.precision})"
-
-
-@dataclass(frozen=True)
-class Gain:
-    """What regrouping does to one capture: the paper's three paths of one kernel.
-
-    Attributes:
-        contender: the online path: ``-regroup``, or a variant that chose to search by itself.
-        original, online, precomputed: rows; the last may be None.
-        online_ratio: T_original / T_online, above 1 when regrouping pays for itself.
-        precomputed_ratio: T_original / T_precomputed: the same if the search were free.
-    """
-
-    capture: str
-    contender: Contender
-    original: Row
-    online: Row
-    precomputed: Row | None
-    online_ratio: stats.Ratio
-    precomputed_ratio: stats.Ratio | None
-
-    @property
-    def kernel(self) -> str:
-        return self.contender.variant.removesuffix("-regroup")
-
-    @property
-    def window(self) -> int | None:
-        """Query rows of the windows that were searched."""
-        return None if self.online["window"] is None else int(self.online["window"])
-
-    @property
-    def net_us(self) -> float:
-        """T_original - T_online."""
-        return float(self.original["complete_us"] - self.online["complete_us"])
-
-    @property
-    def attention_saved_us(self) -> float:
-        return stage_us(self.original, "attention") - stage_us(self.online, "attention")
-
-    @property
-    def overhead_paid_us(self) -> float:
-        """Search and metadata of the online path beyond those of the original path."""
-        paid = sum(stage_us(self.online, s) for s in ("search", "metadata"))
-        return paid - sum(stage_us(self.original, s) for s in ("search", "metadata"))
 
 
 @dataclass
@@ -159,14 +86,22 @@ class Scope:
 
     @cached_property
     def shown(self) -> list[Contender]:
-        """`contenders` for a reader: `probes` last, the baseline once where it computes the same in both
-        precisions."""
-        bases = [c for c in self.contenders if c.variant == self.baseline]
-        first = next((c for c in bases if c.precision == CHOICES["precision"][0]), None)
-        twins = [c for c in bases if first is not None and c != first and self._same_results(first, c)]
-        probes = self.probes
-        kept = [c for c in self.contenders if c not in twins]
+        """`contenders` for a reader: `probes` last, and once what computes the same in both precisions."""
+        hidden, probes = self.twins, self.probes
+        kept = [c for c in self.contenders if c not in hidden]
         return [c for c in kept if c not in probes] + [c for c in kept if c in probes]
+
+    @cached_property
+    def twins(self) -> set[Contender]:
+        """Contenders whose results are those of another precision of the same variant, which is shown."""
+        hidden = set()
+        for variant, window in {(c.variant, c.window) for c in self.contenders}:
+            if variant not in (*ONE_PRECISION, self.baseline):
+                continue
+            mine = [c for c in self.contenders if (c.variant, c.window) == (variant, window)]
+            mine.sort(key=lambda c: (-len(self.rows_of(c)), CHOICES["precision"].index(c.precision)))
+            hidden |= {c for c in mine[1:] if self._same_results(mine[0], c)}
+        return hidden
 
     @cached_property
     def probes(self) -> list[Contender]:
@@ -185,13 +120,23 @@ class Scope:
         return bool(both) and all(a is not None and a == b for a, b in errors)
 
     def precision_of(self, contender: Contender) -> str:
-        """The contender's precision, ``either`` for a baseline that computes the same in both."""
-        hidden = set(self.contenders) - set(self.shown)
-        return "either" if any(contender.variant == c.variant for c in hidden) else contender.precision
+        """The contender's precision, `OWN_PRECISION` where its variant has but one arithmetic."""
+        mine = [c for c in self.contenders if c.variant == contender.variant]
+        shown = {c.precision for c in mine if c not in self.twins}
+        one = contender.variant in ONE_PRECISION or any(c in self.twins for c in mine)
+        return OWN_PRECISION if one and len(shown) == 1 else contender.precision
 
     def named(self, contender: Contender) -> str:
         """The contender's label with its precision."""
-        return f"{contender.label} ({self.precision_of(contender)})"
+        precision = self.precision_of(contender)
+        return f"{contender.label} ({'own precision' if precision == OWN_PRECISION else precision})"
+
+    @cached_property
+    def unmeasured(self) -> list[str]:
+        """Precisions that no contender with a choice of precision has an ok row at, in a scope that has one
+        at another."""
+        have = {self.precision_of(c) for c in self.contenders} - {OWN_PRECISION}
+        return [p for p in CHOICES["precision"] if p not in have] if have else []
 
     @cached_property
     def speedups(self) -> dict[tuple[Contender, str], stats.Ratio]:
@@ -258,10 +203,11 @@ class Scope:
 
     @property
     def baseline_label(self) -> str:
-        """The baseline with its precision when it has only one."""
-        if len(self.shown) < len(self.contenders):
+        """The baseline, with its precision where it has a choice of them."""
+        mine = [c for c in self.contenders if c.variant == self.baseline]
+        if any(self.precision_of(c) == OWN_PRECISION for c in mine):
             return str(self.baseline)
-        have = sorted({c.precision for c, _ in self.cells if c.variant == self.baseline})
+        have = sorted({c.precision for c in mine})
         return f"{self.baseline} ({have[0]})" if len(have) == 1 else f"{self.baseline} (same precision)"
 
     def floor(self, rows: Iterable[Row]) -> float:
@@ -270,17 +216,21 @@ class Scope:
         sessions = {row["session"] for row in rows}
         return stats.floor_of(*(row.get("noise_floor") for row in rows), same_session=len(sessions) <= 1)
 
+    def pairs(self, contender: Contender) -> list[tuple[Row, Row]]:
+        """(baseline's row, contender's row) of every capture in the contender's geomean, in capture order."""
+        found = []
+        for capture in self.captures:
+            base = self.base_row(contender, capture) if (contender, capture) in self.speedups else None
+            if base is not None:
+                found.append((base, self.cells[contender, capture]))
+        return found
+
     def says(self, contender: Contender) -> str:
         """faster, slower, same or unsure: the contender's geomean against the baseline."""
         mean = self.geomeans.get(contender)
         if mean is None or contender.variant == self.baseline:
             return ""
-        pairs = [
-            (self.cells[contender, c], self.base_row(contender, c))
-            for c in self.captures
-            if (contender, c) in self.speedups
-        ]
-        floor = self.floor(row for pair in pairs for row in pair if row is not None)
+        floor = self.floor(row for pair in self.pairs(contender) for row in pair)
         return stats.verdict(mean.inverse(), floor).lower()
 
     @cached_property
@@ -344,6 +294,19 @@ class Scope:
         return None
 
 
+@dataclass(frozen=True)
+class Caution:
+    """One thing to know before trusting a number, however many rows it is about.
+
+    Attributes:
+        text: a sentence with the count of rows in it.
+        where: one entry per capture it is about, ``suite/capture: how many rows``.
+    """
+
+    text: str
+    where: tuple[str, ...] = ()
+
+
 @dataclass
 class Report:
     """Everything the formats are rendered from.
@@ -352,15 +315,20 @@ class Report:
         baseline: the variant that was asked for.
         scopes: real suites first, GPU before CPU, graph before eager, cold before warm.
         rows: every current row, with ``speedup`` and its interval where it has one.
-        warnings: what the reader must know before trusting a number.
+        cautions: what the reader must know before trusting a number.
         frame: all rows that were given, older ones included.
     """
 
     baseline: str
     scopes: list[Scope]
     rows: list[Row]
-    warnings: list[str]
+    cautions: list[Caution]
     frame: pd.DataFrame
+
+    @property
+    def warnings(self) -> list[str]:
+        """The cautions as sentences, without the captures they are about."""
+        return [caution.text for caution in self.cautions]
 
     def main_scopes(self) -> list[Scope]:
         """The first scope of each (suite, device): the one that details are shown for."""
@@ -368,27 +336,3 @@ class Report:
         for scope in self.scopes:
             seen.setdefault((scope.suite, scope.device, scope.gpu), scope)
         return list(seen.values())
-
-
-def compare(base: Row, row: Row) -> stats.Ratio:
-    """``base`` time / ``row`` time, paired when both are of one session."""
-    first, second = samples_of(base), samples_of(row)
-    paired = base["session"] == row["session"] and len(first) == len(second)
-    return stats.ratio_of_medians(first, second, paired)
-
-
-def contender_of(row: Row) -> Contender:
-    """Which line of a table the row belongs to."""
-    own = row["variant"].split("-")[0] in OWN_WINDOW or row["window"] is None
-    return Contender(row["variant"], row["precision"], None if own else int(row["window"]))
-
-
-def samples_of(row: Row) -> Sequence[float]:
-    """Samples of the complete call; its median alone where they were not kept."""
-    values = row.get("complete_samples")
-    return [row["complete_us"]] if values is None or len(values) == 0 else values
-
-
-def stage_us(row: Row, name: str) -> float:
-    """Median time of a stage, 0 where the variant has none."""
-    return float(row.get(f"{name}_us") or 0.0)

@@ -23,10 +23,10 @@ from pwbench import page_plan, results
 from pwbench.capture import discover, load
 from pwbench.errors import InputError
 from pwbench.files import replace_text
+from pwbench.report.cells import Table, count, percent
 from pwbench.report.formats import markdown_table
 from pwbench.report.model import SYNTHETIC_SUITES
 from pwbench.report.page_selections import SUITE, Selections
-from pwbench.report.tables import Table, count, percent
 
 DOCUMENT = Path("docs/page-union.md")
 FIGURE = Path("docs/page-union.svg")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pwbench import stats
-from pwbench.report.model import Contender, Report, Scope, compare
-from pwbench.report.tables import Table, interval, times
+from pwbench.report.cells import Table, interval, times
+from pwbench.report.contenders import Contender, compare
+from pwbench.report.model import Report, Scope
 
 UNION8 = 1.70
 """Union8 over the FlashInfer path the paper measured, geomean of six captures."""

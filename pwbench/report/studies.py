@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from pwbench import stats
-from pwbench.report.model import Contender, Gain, Report, Scope, compare, contender_of, samples_of
-from pwbench.report.tables import Table, clock, count, interval, percent, times
+from pwbench.report.cells import Table, clock, count, interval, percent, times
+from pwbench.report.contenders import Contender, Gain, compare, contender_of, samples_of
+from pwbench.report.model import Report, Scope
 from pwbench.results import Row
 
 
@@ -278,7 +279,7 @@ def cache(report: Report, scopes: Iterable[Scope]) -> Table:
         if warm is None:
             continue
         table.breaks.add(len(table.rows))
-        for contender in cold.contenders:
+        for contender in (c for c in cold.contenders if c not in cold.twins):
             both = [c for c in cold.captures if (contender, c) in cold.cells and (contender, c) in warm.cells]
             if not both:
                 continue
@@ -288,7 +289,7 @@ def cache(report: Report, scopes: Iterable[Scope]) -> Table:
                 [
                     cold.suite,
                     contender.label,
-                    contender.precision,
+                    cold.precision_of(contender),
                     *(times(m.value if m else None) for m in means),
                     f"{ratio.value:.3f}",
                     str(len(both)),
@@ -343,7 +344,7 @@ def tensors(report: Report, scopes: Iterable[Scope]) -> Table:
                 stored["capture"],
                 scope.l2,
                 contender.label,
-                contender.precision,
+                scope.precision_of(contender),
                 write(stored["complete_us"]),
                 write(seeded["complete_us"]),
                 f"{ratio.value:.3f}",
@@ -374,7 +375,7 @@ def _tensor_pairs(scope: Scope) -> list[tuple[Scope, Contender, Row, Row]]:
     for key, apart in newest.items():
         pairs = [both for both in together[key].values() if len(both) == 2]
         both = pairs[-1] if pairs else apart
-        if {"stored", "seeded"} <= set(both):
+        if {"stored", "seeded"} <= set(both) and key[2] not in scope.twins:
             found.append((scope, key[2], both["stored"], both["seeded"]))
     return found
 

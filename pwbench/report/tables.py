@@ -1,108 +1,25 @@
-"""The report's tables as plain text cells, from which every format is rendered."""
+"""The report's tables of one scope, from which every format is rendered."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-from pwbench import stats
-from pwbench.report.model import Contender, Report, Scope, contender_of
+from pwbench.report.cells import (
+    ACCURATE,
+    Table,
+    clock,
+    count,
+    error,
+    interval,
+    percent,
+    times,
+    with_interval,
+    worst,
+)
+from pwbench.report.contenders import ONE_PRECISION, OWN_PRECISION, Contender, contender_of
+from pwbench.report.model import Report, Scope
 from pwbench.results import STAGES, Row
-
-ACCURATE = 2.5e-3
-"""rel-L2 up to which a result counts as accurate (as FlashInfer)."""
-
-
-@dataclass
-class Table:
-    """A table of text cells.
-
-    Attributes:
-        title: what it shows, without a final stop.
-        columns: headings; those in ``text`` are aligned left, the rest right.
-        rows: cells, as many as columns.
-        notes: sentences below it that a reader needs to read it rightly.
-        strong: indices of rows to set in bold (a total, the best).
-        breaks: indices of rows before which a new block begins.
-    """
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    text: tuple[int, ...] = (0,)
-    strong: set[int] = field(default_factory=set)
-    breaks: set[int] = field(default_factory=set)
-
-    def without_empty_columns(self) -> Table:
-        """The same table less the columns that hold nothing (a stage no variant has)."""
-        keep = [i for i in range(len(self.columns)) if i in self.text or any(row[i] for row in self.rows)]
-        return Table(
-            self.title,
-            [self.columns[i] for i in keep],
-            [[row[i] for i in keep] for row in self.rows],
-            self.notes,
-            tuple(keep.index(i) for i in self.text if i in keep),
-            self.strong,
-            self.breaks,
-        )
-
-
-# Cells --------------------------------------------------------------------------------------
-
-
-def times(ratio: float | None) -> str:
-    """A speed-up, ``1.70x``."""
-    if ratio is None or not math.isfinite(ratio):
-        return ""
-    return f"{ratio:.{0 if ratio >= 100 else 2 if ratio >= 0.1 else 4}f}x"
-
-
-def interval(ratio: stats.Ratio | None) -> str:
-    """The interval of a speed-up, or why there is none."""
-    if ratio is None:
-        return ""
-    if not ratio.known:
-        return f"none: {ratio.samples} sample{'s' if ratio.samples != 1 else ''}"
-    digits = 4 if ratio.value < 0.1 else 3
-    return f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
-
-
-def percent(share: float | None, signed: bool = False) -> str:
-    """A share of one, in percent."""
-    if share is None or not math.isfinite(share):
-        return ""
-    return f"{100 * share:{'+' if signed else ''}.1f} %"
-
-
-def error(value: float | None) -> str:
-    """A relative error in scientific notation."""
-    if value is None or not math.isfinite(value):
-        return ""
-    digits, power = f"{value:.1e}".split("e")
-    return f"{digits}e{int(power)}" if value else "0"
-
-
-def count(value: Any) -> str:
-    """A counter with thousands separated."""
-    return "" if value is None else f"{int(value):,}"
-
-
-def clock(values: Iterable[float | None]) -> tuple[str, Callable[[float | None], str]]:
-    """A unit that fits all of ``values`` (microseconds) and the function that writes one in it."""
-    largest = max((abs(v) for v in values if v is not None), default=0.0)
-    unit, scale = ("ms", 1e3) if largest >= 1e5 else ("us", 1.0)
-
-    def write(value: float | None) -> str:
-        if value is None or not math.isfinite(value):
-            return ""
-        value /= scale
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
-
-    return unit, write
-
 
 # Tables of one scope ------------------------------------------------------------------------
 
@@ -118,8 +35,8 @@ def geomean(report: Report, scope: Scope) -> Table:
     """Who is fastest over the suite, by how much, how sure, at what accuracy."""
     table = Table(
         f"Geomean speed-up, {title_of(scope)}",
-        ["variant", "precision", "speed-up", "95 % interval", "verdict", "captures", "worst rel-L2"],
-        text=(0, 1, 4),
+        ["variant", "precision", "speed-up", "worst rel-L2", "95 % interval", "verdict", "captures"],
+        text=(0, 1, 5),
     )
     total = len(scope.captures)
     for contender in scope.shown:
@@ -131,20 +48,17 @@ def geomean(report: Report, scope: Scope) -> Table:
                 contender.label,
                 scope.precision_of(contender),
                 times(mean.value if mean else None),
+                error(worst(rows, "rel_l2")),
                 "" if contender.variant == scope.baseline else interval(mean),
                 "baseline" if contender.variant == scope.baseline else scope.says(contender),
                 str(used) if used == total else f"{used} of {total}",
-                error(worst(rows, "rel_l2")),
             ]
         )
         if contender in scope.probes and not table.breaks:
             table.breaks.add(len(table.rows) - 1)
     if scope.note:
         table.notes.append(scope.note)
-    if len(scope.shown) < len(scope.contenders):
-        table.notes.append(
-            f"{scope.baseline} computes the same at either precision and was timed beside both."
-        )
+    table.notes += _about_precisions(scope)
     if scope.probes:
         names = ", ".join(dict.fromkeys(contender.variant for contender in scope.probes))
         table.notes.append(
@@ -152,6 +66,18 @@ def geomean(report: Report, scope: Scope) -> Table:
             "searches, regroup always does, precomputed is handed what a search finds."
         )
     return table
+
+
+def _about_precisions(scope: Scope) -> list[str]:
+    """What ``its own`` means where it stands, and which precision has no rows."""
+    notes = []
+    own = [c.variant for c in scope.shown if scope.precision_of(c) == OWN_PRECISION]
+    if own:
+        have = f"{', '.join(own)} {'has' if len(own) == 1 else 'have'} one precision"
+        limit = f"The limit of {error(ACCURATE)} is pwbench's, for its own kernels at accurate."
+        notes.append(f"{OWN_PRECISION}: {have}, whichever stands beside it. {limit}")
+    notes += [f"{precision}: not measured." for precision in scope.unmeasured]
+    return notes
 
 
 def speedups(report: Report, scope: Scope) -> Table:
@@ -164,9 +90,9 @@ def speedups(report: Report, scope: Scope) -> Table:
     for contender in scope.shown:
         if contender.variant == scope.baseline and len(scope.shown) > 1:
             continue
-        cells = [_with_interval(scope.speedups.get((contender, capture))) for capture in scope.captures]
+        cells = [with_interval(scope.speedups.get((contender, capture))) for capture in scope.captures]
         mean = scope.geomeans.get(contender)
-        table.rows.append([contender.label, scope.precision_of(contender), *cells, _with_interval(mean)])
+        table.rows.append([contender.label, scope.precision_of(contender), *cells, with_interval(mean)])
     table.notes = [scope.note] if scope.note else []
     table.notes.append("In brackets: 95 % bootstrap interval of the ratio of medians.")
     return table
@@ -291,9 +217,12 @@ def values(report: Report, scope: Scope) -> Table:
     ]
     table.strong.add(0)
     table.rows.append(["the FP8 cache itself", "", *(error(value) for value in cache)])
-    for contender in sorted({c for c, _ in mine}, key=lambda c: (c.precision != "fast", c.label)):
+    present = {c for c, _ in mine if c not in scope.twins}
+    for contender in sorted(present, key=lambda c: (c.precision != "fast", c.label)):
         errors = [mine[contender, c]["rel_l2"] if (contender, c) in mine else None for c in captures]
-        table.rows.append([contender.label, contender.precision, *(error(value) for value in errors)])
+        table.rows.append(
+            [contender.label, scope.precision_of(contender), *(error(value) for value in errors)]
+        )
     return table
 
 
@@ -396,24 +325,20 @@ def unavailable(report: Report) -> Table:
     for scope in report.scopes:
         for row in scope.missing:
             where = scope.gpu if scope.device == "cuda" else "CPU"
-            key = (row["variant"], row["precision"], where, row["status"], row["reason"] or "")
+            own = row["variant"] in ONE_PRECISION
+            key = (
+                row["variant"],
+                OWN_PRECISION if own else row["precision"],
+                where,
+                row["status"],
+                row["reason"] or "",
+            )
             seen.setdefault(key, []).append(f"{row['suite']}/{row['capture']}")
     for (variant, precision, where, status, reason), captures in sorted(seen.items()):
         distinct = sorted(set(captures))
         listed = distinct[0] if len(distinct) == 1 else str(len(distinct))
         table.rows.append([variant, precision, where, status, listed, reason])
     return table
-
-
-def worst(rows: Iterable[Row], name: str) -> float | None:
-    """The largest value of a column, None where no row has one."""
-    return max((float(row[name]) for row in rows if row[name] is not None), default=None)
-
-
-def _with_interval(ratio: stats.Ratio | None) -> str:
-    if ratio is None:
-        return ""
-    return f"{times(ratio.value)} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.known else times(ratio.value)
 
 
 def _rows_on_real_values(scope: Scope, contender: Contender) -> list[Row]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import numpy as np
 import pytest
 
 from pwbench import results
-from pwbench.report import build, studies, tables
-from pwbench.report.model import Contender
+from pwbench.report import build, formats, studies, tables
+from pwbench.report.contenders import ONE_PRECISION, Contender
 from tests.rows import CAPTURES, row, suite_rows, unavailable
 
 TWO = CAPTURES[:2]
+BOTH = ("six", "batch")
 
 
 def report_of(tmp_path, rows, **options):
@@ -38,7 +40,7 @@ def test_the_geomean_is_that_of_the_captures_ratios(tmp_path):
 def test_a_baseline_with_one_precision_is_compared_with_both(tmp_path):
     report = report_of(tmp_path, suite_rows(captures=TWO))
     assert {"pageweaver (fast)", "pageweaver (accurate)", "flashinfer (accurate)"} <= set(geomeans(report))
-    assert report.scopes[0].baseline_label == "flashinfer (accurate)"
+    assert report.scopes[0].baseline_label == "flashinfer"
 
 
 def test_a_baseline_with_both_precisions_is_compared_precision_by_precision(tmp_path):
@@ -108,7 +110,7 @@ def test_rows_of_different_sessions_are_compared_unpaired_with_a_warning(tmp_pat
     report = report_of(tmp_path, [row("flashinfer", complete_us=200), row("union8", session="another")])
     assert not next(iter(report.scopes[0].speedups.values())).paired or len(report.scopes[0].speedups) == 2
     assert report.scopes[0].speedups[Contender("union8", "fast", None), "code-8k"].paired is False
-    assert any("compare different sessions" in warning for warning in report.warnings)
+    assert any("compare rows of different sessions" in warning for warning in report.warnings)
 
 
 def test_a_partner_of_the_same_session_is_preferred_to_a_newer_one(tmp_path):
@@ -141,8 +143,33 @@ def test_few_samples_throttling_outliers_and_clocks_are_said(tmp_path):
     text = " ".join(report_of(tmp_path, rows).warnings)
     assert "1 of 4 rows have fewer than 20 samples" in text
     assert "held back while 1 of 4 rows were sampled (SW power cap)" in text
-    assert re.search(r"in [12] of 4 rows more than 5% of the samples are outliers", text)
-    assert "SM clocks differ between rows (1500 to 1980 MHz)" in text
+    assert re.search(r"In [12] of 4 rows more than 5% of the samples are outliers", text)
+    assert "SM clocks differ between rows that are compared (1500 to 1980 MHz)" in text
+
+
+def test_a_cause_is_one_sentence_however_many_suites_and_rounds_it_was_seen_in(tmp_path):
+    rows = [row(v, c, suite=s, throttle=f"power cap in {n} rounds")
+            for n, (v, c, s) in enumerate(product(("union8", "flashinfer"), TWO, BOTH))]  # fmt: skip
+    rows += [row("union8", TWO[0], suite="extremes", throttle="thermal in 1 round; power cap in 3 rounds")]
+    rows += [row("union8", TWO[1], suite="extremes")]
+    (caution,) = [c for c in report_of(tmp_path, rows).cautions if "held back" in c.text]
+    assert "while 9 of 10 rows were sampled (power cap, thermal)" in caution.text
+    config = "NVIDIA H200, CUDA graph, cold L2"
+    assert caution.where == tuple(
+        [f"{s}/{c} ({config}): 2 of 2 rows" for s in BOTH for c in TWO]
+        + [f"extremes/{TWO[0]} ({config}): 1 of 1 rows"]
+    )
+
+
+def test_every_caution_says_where_it_holds(tmp_path):
+    rows = [row("flashinfer", samples=8), row("union8", throttle="power cap"),
+            row("triton", complete_samples=[100.0] * 80 + [500.0] * 20, complete_us=100.0),
+            row("pageweaver", sm_clock_mhz=1500.0), row("union8-regroup", session="another")]  # fmt: skip
+    rows += [row("union8", TWO[1], tables_sha256="0" * 64), row("union8", TWO[1], created_utc="2026-02-01")]
+    cautions = report_of(tmp_path, rows).cautions
+    assert len(cautions) == 6
+    for caution in cautions:
+        assert caution.where and all(place.startswith("six") for place in caution.where), caution
 
 
 def test_nothing_is_called_faster_on_three_samples(tmp_path):
@@ -196,17 +223,70 @@ def test_a_kernel_that_chose_to_search_shows_what_that_gained(tmp_path):
     assert gain.contender.variant == "pageweaver-regroup"
 
 
-def test_a_baseline_that_computes_the_same_in_both_precisions_is_shown_once(tmp_path):
-    rows = [row("flashinfer", precision=p, complete_us=200, rel_l2=2e-3) for p in ("fast", "accurate")]
-    rows += [row("union8", precision=p) for p in ("fast", "accurate")]
+def test_a_variant_with_one_arithmetic_is_shown_once_and_never_as_fast_or_accurate(tmp_path):
+    for variant in ONE_PRECISION:
+        rows = [row(variant, precision=p, complete_us=200, rel_l2=2e-3) for p in ("fast", "accurate")]
+        rows += [row("union8", precision=p) for p in ("fast", "accurate")]
+        for kept in (rows, rows[1:], [rows[0], *rows[2:]]):
+            scope = report_of(tmp_path, kept, baseline=variant).scopes[0]
+            mine = [c for c in scope.shown if c.variant == variant]
+            assert [scope.named(c) for c in mine] == [f"{variant} (own precision)"]
+            assert [scope.precision_of(c) for c in mine] == ["its own"]
+            assert scope.baseline_label == variant
+            (tmp_path / "rows.parquet").unlink()
+
+
+def test_results_that_differ_between_precisions_are_never_hidden(tmp_path):
+    rows = [row(v, precision=p, rel_l2=e) for v in ("flashinfer", "triton", "union8")
+            for p, e in (("fast", 2e-3), ("accurate", 1e-3))]  # fmt: skip
     scope = report_of(tmp_path, rows).scopes[0]
-    bases = [c for c in scope.shown if c.variant == "flashinfer"]
-    assert [scope.named(c) for c in bases] == ["flashinfer (either)"]
-    assert scope.baseline_label == "flashinfer"
-    rows[1]["rel_l2"] = 1e-3
-    scope = report_of(tmp_path, rows).scopes[0]
-    assert [c for c in scope.shown if c.variant == "flashinfer"] != bases
-    assert len(scope.shown) == len(scope.contenders) == 4
+    assert len(scope.shown) == len(scope.contenders) == 6
+    assert {scope.precision_of(c) for c in scope.shown} == {"fast", "accurate"}
+
+
+def test_no_table_calls_a_variant_with_one_arithmetic_fast_or_accurate(tmp_path):
+    rows = []
+    for l2, kind, precision in product(("cold", "warm"), ("stored", "seeded"), ("fast", "accurate")):
+        how = {"l2": l2, "tensors": kind, "precision": precision}
+        rows += [row(v, **how) for v in ("union8", "flashinfer", "flashinfer-cake", "triton")]
+        rows += [unavailable("flashinfer-paged", "not installed", **how)]
+    report = report_of(tmp_path, rows)
+    made = [*formats.all_tables(report), *formats.sections(report, report.scopes)]
+    made += [tables.values(report, scope) for scope in report.scopes]
+    checked = 0
+    for table in (table for table in made if "precision" in table.columns):
+        at = table.columns.index("precision")
+        mine = [cells for cells in table.rows if set(cells) & set(ONE_PRECISION)]
+        assert {cells[at] for cells in mine} <= {"its own"}, (table.title, mine)
+        keys = [tuple(cells[: at + 1]) for cells in mine]
+        assert len(keys) == len(set(keys)), "one line each"
+        checked += bool(mine)
+    assert checked >= 9
+
+
+def test_windows_of_a_baseline_are_not_taken_for_precisions_of_it(tmp_path):
+    rows = [row("union8-regroup", window=w) for w in (64, 128)]
+    scope = report_of(tmp_path, rows, baseline="union8-regroup").scopes[0]
+    assert [scope.precision_of(c) for c in scope.shown] == ["fast", "fast"]
+
+
+def test_the_variants_with_one_arithmetic_are_those_that_offer_both_precisions_and_are_not_ours():
+    from pwbench import variants
+
+    ours = ("union8", "pageweaver", "page-union")
+    offered = {name for name in variants.names() if len(variants.get(name).precisions) == 2}
+    assert set(ONE_PRECISION) == {name for name in offered if not name.startswith(ours)}
+
+
+def test_a_precision_without_rows_is_named_in_every_scope_that_lacks_it(tmp_path):
+    both = [row("union8", precision=p) for p in ("fast", "accurate")]
+    only = [row("union8", suite="six-2k"), row("flashinfer", suite="six-2k", precision="accurate")]
+    exact = [row("union8", suite="batch", precision="accurate")]
+    peers = [row("triton", suite="five-64k"), row("flashinfer", suite="five-64k")]
+    scopes = {s.suite: s for s in report_of(tmp_path, both + only + exact + peers).scopes}
+    assert {name: scope.unmeasured for name, scope in scopes.items()} == {
+        "six": [], "six-2k": ["accurate"], "batch": ["fast"], "five-64k": []
+    }  # fmt: skip
 
 
 LATER = {"session": "later", "created_utc": "2026-03-01T00:00:00+00:00"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from pwbench import results
 from pwbench.report import build
 from pwbench.report.headline import headline
@@ -40,14 +42,133 @@ def test_too_few_samples_only_look_faster(tmp_path):
 
 def test_when_nothing_beats_the_baseline_it_says_so(tmp_path):
     found = said(tmp_path, peer(), row("union8", complete_us=250))
-    assert found.answer == "Nothing beats flashinfer: the best, union8 (fast), reaches 0.80x."
+    assert found.answer == (
+        "Nothing beats flashinfer: the best, union8 (fast), reaches 0.80x, with rel-L2 2.9e-2 where "
+        "flashinfer has 1.9e-3 (geomean over 1 capture)."
+    )
+
+
+def test_the_errors_beside_the_speedup_are_the_worst_of_the_captures_compared(tmp_path):
+    rows = [row("union8", "a", rel_l2=1e-2), row("union8", "b", rel_l2=3e-2), row("union8", "c", rel_l2=0.9)]
+    rows += [{**peer(capture=c), "rel_l2": e} for c, e in (("a", 1.1e-3), ("b", 1.7e-3))]
+    answer = said(tmp_path, *rows).answer
+    assert (
+        "with rel-L2 3.0e-2 where flashinfer has 1.7e-3 (geomean over 2 captures, errors the worst" in answer
+    )
+
+
+def test_an_answer_that_was_not_checked_names_no_error(tmp_path):
+    found = said(tmp_path, {**peer(), "rel_l2": None}, row("union8", rel_l2=None))
+    assert "rel-L2" not in found.answer
+    assert dict(found.facts)["At what accuracy?"] == "It was not checked against the reference."
+    half = said(
+        tmp_path, {**peer(), "rel_l2": None, "created_utc": "2027"}, row("union8", created_utc="2027")
+    )
+    assert "with rel-L2 2.9e-2 (geomean" in half.answer
 
 
 def test_an_accurate_contender_is_named_beside_a_fast_one(tmp_path):
     exact = row("union8", complete_us=150, precision="accurate", rel_l2=2e-3)
-    text = dict(said(tmp_path, peer(), row("union8"), exact).facts)["At what accuracy?"]
-    assert "Its worst rel-L2 error is 2.9e-2, flashinfer's 1.9e-3." in text
-    assert "Fastest within 2.5e-3: union8 (accurate) at 1.3" in text
+    found = said(tmp_path, peer(), row("union8"), exact)
+    assert re.match(r"At like accuracy: union8 \(accurate\), 1\.3\dx with rel-L2 2\.0e-3 where", found.alike)
+    text = dict(found.facts)["At what accuracy?"]
+    assert "union8 (fast): rel-L2 2.9e-2; flashinfer: 1.9e-3" in text
+    assert "The limit of 2.5e-3 is pwbench's own" in text and "flashinfer has one precision, its own" in text
+
+
+def test_like_accuracy_is_within_the_larger_of_the_limit_and_the_baselines_error(tmp_path):
+    for theirs, errors, named in (
+        (1.0e-3, {"a": 2.9e-2, "b": 2.4e-3, "c": 1e-3}, "pageweaver"),
+        (2.9e-3, {"a": 2.9e-2, "b": 2.8e-3, "c": 1e-3}, "pageweaver"),
+        (2.9e-3, {"a": 2.9e-2, "b": 3.0e-3, "c": 1e-3}, "triton"),
+        (1.9e-3, {"a": 2.9e-2, "b": 2.6e-3, "c": 0.0}, "triton"),
+    ):
+        variants = {"a": ("union8", 60), "b": ("pageweaver", 80), "c": ("triton", 90)}
+        rows = [
+            row(v, complete_us=us, rel_l2=errors[k], precision="accurate") for k, (v, us) in variants.items()
+        ]
+        found = said(tmp_path, {**peer(), "rel_l2": theirs}, *rows)
+        (tmp_path / "rows.parquet").unlink()
+        assert found.alike.startswith(f"At like accuracy: {named} ("), (theirs, errors, found.alike)
+
+
+def test_a_fastest_that_is_as_exact_as_the_baseline_needs_no_second_answer(tmp_path):
+    rows = [row("union8", precision=p, rel_l2=1.8e-3) for p in ("fast", "accurate")]
+    assert said(tmp_path, peer(), *rows).alike == ""
+    (tmp_path / "rows.parquet").unlink()
+    assert said(tmp_path, peer(), rows[1]).alike == "Not measured at fast in this suite."
+
+
+def test_where_nothing_is_as_exact_the_answer_tells_not_measured_from_too_inexact(tmp_path):
+    found = said(tmp_path, peer(), row("union8"))
+    assert found.alike == "At like accuracy: not measured; this suite has no rows at accurate."
+    found = said(tmp_path, peer(), row("union8"), row("union8", precision="accurate", rel_l2=9e-3))
+    assert found.alike == "At like accuracy: nothing that was measured comes within 2.5e-3."
+    (tmp_path / "rows.parquet").unlink()
+    triton = row("triton", complete_us=300, rel_l2=2.1e-3)
+    found = said(tmp_path, peer(), row("union8"), triton)
+    assert re.match(r"At like accuracy: triton \(own precision\), 0\.6\dx with rel-L2 2\.1e-3", found.alike)
+    assert found.alike.endswith(" Not measured at accurate in this suite.")
+
+
+@pytest.mark.parametrize("kind", ["seeded", "stored"])
+def test_seeded_tensors_are_admitted_and_only_they(kind, tmp_path):
+    text = dict(said(tmp_path, peer(tensors=kind), row("union8", tensors=kind)).facts)["At what accuracy?"]
+    assert ("Q and KV were seeded random values, not the model's own." in text) == (kind == "seeded")
+
+
+def test_why_uses_the_headlines_own_mean(tmp_path):
+    rows = [row("flashinfer", c, complete_us=us, noise=0.0) for c, us in (("a", 100), ("b", 900))]
+    rows += [row("union8", c, complete_us=us, noise=0.0) for c, us in (("a", 50), ("b", 100))]
+    found = said(tmp_path, *rows)
+    (speed,) = re.findall(r"fastest: ([\d.]+)x", found.answer)
+    ours, theirs, ratio = re.search(
+        r"A call takes ([\d.]+) us instead of flashinfer's ([\d.]+) \(the geomean over .*, hence ([\d.]+)x",
+        dict(found.facts)["Why?"],
+    ).groups()
+    assert ratio == speed == f"{float(theirs) / float(ours):.2f}"
+    assert abs(float(theirs) - 300) < 5 and abs(float(ours) - 70.7) < 2
+
+
+def test_why_says_that_overlapping_stages_exceed_the_call_and_only_then(tmp_path):
+    for attention, overlaps in ((70.0, False), (99.0, True)):
+        ours = {**row("union8", search_us=10.0, metadata_us=5.0), "attention_us": attention}
+        why = dict(said(tmp_path, peer(), ours).facts)["Why?"]
+        (tmp_path / "rows.parquet").unlink()
+        assert "search 10%, metadata 5%, attention" in why
+        assert ("together they exceed 100 %" in why) == overlaps
+
+
+@pytest.mark.parametrize("baseline", ["flashinfer", "triton", "union8"])
+def test_page_visits_are_held_against_the_baselines_only_where_those_are_counted(baseline, tmp_path):
+    alone = {"groups": 8192, "union_pages": 131072}
+    base = row(baseline, complete_us=200, **({} if baseline == "union8" else alone))
+    results.write(tmp_path / "rows.parquet", [base, row("pageweaver", union_pages=30000)])
+    report = build(results.load(tmp_path), baseline=baseline)
+    why = dict(headline(report, report.scopes[0]).facts)["Why?"]
+    assert ("30,000, union8's 40,000 (75%)" in why) == (baseline == "union8")
+    assert ("23% of the 131,072 that there would be if no two queries shared" in why) == (
+        baseline != "union8"
+    )
+    assert ("How many flashinfer makes is not counted" in why) == (baseline == "flashinfer")
+
+
+def test_how_sure_names_interval_samples_sessions_and_noise(tmp_path):
+    rows = [peer(capture=c, noise_floor=f) for c, f in (("a", 0.004), ("b", 0.013))]
+    rows += [row("union8", "a", samples=100), row("union8", "b", session="another", samples=40)]
+    text = dict(said(tmp_path, *rows).facts)["How sure?"]
+    assert re.match(r"The speed-up lies between [\d.]+ and [\d.]+ \(95 % interval\)\.", text)
+    assert "Each side was timed 40 to 100 times on every capture" in text
+    assert "drawn again at random 2,000 times, and 95 % of the geomeans" in text
+    assert "On 1 of 2 captures the two were measured in different sessions" in text
+    assert "timed against itself in the same way, flashinfer seemed up to 1.3% faster or slower" in text
+    assert "only where the whole interval lies beyond 1.3%" in text
+
+
+def test_how_sure_says_that_sides_took_turns_where_they_did_and_is_silent_on_noise_never_measured(tmp_path):
+    text = dict(said(tmp_path, peer(noise_floor=None), row("union8", noise_floor=None)).facts)["How sure?"]
+    assert "took turns, sample by sample, in one session" in text
+    assert "A/A" not in text and "beyond 0.2%" in text
 
 
 def test_losing_captures_are_counted_when_regrouping_is_judged(tmp_path):
