@@ -69,7 +69,7 @@ struct Fiber {
 inline Context scheduler;
 inline std::vector<Fiber> fibers;
 inline std::vector<Meeting> warps;
-inline Meeting block;
+inline Meeting block, named[16];
 inline unsigned current;
 inline bool progress;
 inline std::function<void()> body;
@@ -159,6 +159,10 @@ inline void launch(unsigned grid, unsigned threads, std::function<void()> kernel
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::meet(emulator::block); }
+template <int ID, int THREADS> void bar_sync() {
+    emulator::named[ID].alive = THREADS;
+    emulator::meet(emulator::named[ID]);
+}
 inline int __syncthreads_and(int own) {
     static int all;
     __syncthreads();
@@ -234,6 +238,7 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 #define cp_async_wait_all ptx_cp_async_wait_all
 #define mma_and_popc ptx_mma_and_popc
 #define prmt ptx_prmt
+#define bar_sync ptx_bar_sync
 #define mbarrier_init ptx_mbarrier_init
 #define mbarrier_arrive ptx_mbarrier_arrive
 #define mbarrier_wait ptx_mbarrier_wait
@@ -244,6 +249,7 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 #undef cp_async_wait_all
 #undef mma_and_popc
 #undef prmt
+#undef bar_sync
 #undef mbarrier_init
 #undef mbarrier_arrive
 #undef mbarrier_wait

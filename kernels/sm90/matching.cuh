@@ -1,9 +1,10 @@
 // The search by matching: pwbench.grouping.match, bit for bit. Rows are paired so that partners share many pages,
-// then the pairs so, then the quads. Each time a warp improves STARTS arrangements of up to REACH items by exchange,
-// side by side in registers, and keeps the one whose pairs share the most pages. There is no serial chain of picks,
-// and a meeting of two pairs costs a shuffle and a table look-up.
+// then the pairs so, then the quads. Each time STARTS arrangements of pairs are improved by exchange side by side,
+// each by a part of a warp that keeps it in registers, and the one that shares the most pages is kept. There is no
+// serial chain of picks and no barrier among the meetings: one costs a shuffle and a table look-up.
 //
-// What an item selected is a row of bits, one a local page, so that the tensor core counts what any two share.
+// What an item selected is a row of bits, one a page modulo MARKS, so that the tensor core counts what any two share.
+// While half of the block arranges the rows, the other half ranks the window's pages for the task records.
 // NOTE: one code for the three levels: a launch comes with nothing in the instruction cache.
 #pragma once
 
@@ -12,37 +13,64 @@
 #ifndef SWEEPS
 #define SWEEPS 1  // times that all pairs meet: MATCHING_SWEEPS of the oracle
 #endif
-static_assert(WINDOW <= 64, "two stretches of rows");
+#ifndef MATCHING_STARTS
+#define MATCHING_STARTS 8
+#endif
+static_assert(WINDOW <= 64, "rows of a window that one block pairs up");
 
+constexpr int STARTS = MATCHING_STARTS;  // arrangements that are improved side by side, as many as the oracle's
 constexpr int LEVELS = 3;                // rows, pairs, quads
 constexpr int REACH = 32;                // items that may become partners: rows of half a window, all pairs, all quads
-constexpr int STARTS = 4;                // arrangements that are improved side by side: MATCHING_STARTS of the oracle
 constexpr int EMITTERS = BLOCK / 32;     // warps that turn groups into tasks
-constexpr int BITS_STRIDE = WINDOW_PAGES / 32 + 4;  // words; eight rows that are read together meet no bank twice
+constexpr int MARKS = 512;               // pages that the search tells apart: MATCHING_PAGES of the oracle
+constexpr int MARK_WORDS = MARKS / 32, MARK_STRIDE = MARK_WORDS + 4;  // eight rows that are read together meet no bank twice
+constexpr int SEARCHING = BLOCK / 2;     // threads that arrange rows
 constexpr unsigned ABSENT_OVERLAP = 127; // of pairs past the window's last: more than any exchange offers
-static_assert(COLUMNS == 2 * REACH && STARTS * REACH / 4 == 32, "a warp arranges a stretch");
+static_assert(COLUMNS == 2 * REACH, "two stretches of rows");
+static_assert(STARTS * REACH / 8 % 32 == 0, "whole warps arrange quads");
 
 /// Items of a level: rows, pairs of them, pairs of pairs.
 __device__ __forceinline__ int items_of(int level) { return COLUMNS >> level; }
 
+/// Those that list the window's pages while the others search.
+struct Listers {
+    static constexpr int THREADS = BLOCK - SEARCHING;
+    static __device__ __forceinline__ int thread() { return threadIdx.x - SEARCHING; }
+    static __device__ __forceinline__ void sync() { bar_sync<1, THREADS>(); }
+};
+
 struct WindowScratch : WindowPages {
-    alignas(16) unsigned bits[2 * COLUMNS - COLUMNS / 4][BITS_STRIDE];  // of rows, pairs and quads: what each selected
+    alignas(16) unsigned marks[2 * COLUMNS - COLUMNS / 4][MARK_STRIDE];  // of rows, pairs and quads: pages modulo MARKS
+    unsigned selected[COLUMNS][WINDOW_PAGES / 32];      // of rows: local pages
     unsigned char shared[COLUMNS][REACH + 16];          // pages that an item of the level in hand shares with those in reach
+    unsigned short found[2][STARTS][REACH / 2];         // arrangements of a stretch: two items in a byte each
+    int overlap[2][STARTS];                             // pages that the pairs of each share
     uchar2 pairs[COLUMNS - COLUMNS / 8];                // of rows, of pairs, of quads: the lower item first
     int physical[WINDOW_PAGES];                         // by local page: its row of the cache
 
-    __device__ __forceinline__ unsigned (*bits_of(int level))[BITS_STRIDE] { return bits + 2 * (COLUMNS - items_of(level)); }
+    __device__ __forceinline__ unsigned (*marks_of(int level))[MARK_STRIDE] { return marks + 2 * (COLUMNS - items_of(level)); }
     __device__ __forceinline__ uchar2* pairs_of(int level) { return pairs + (COLUMNS - items_of(level)); }
 
+    /// By the searchers.
     __device__ __forceinline__ void clear() {
-        for (int at = threadIdx.x; at < COLUMNS * BITS_STRIDE / 4; at += BLOCK)
-            reinterpret_cast<uint4*>(bits)[at] = make_uint4(0, 0, 0, 0);
+        for (int at = threadIdx.x; at < COLUMNS * MARK_STRIDE / 4; at += SEARCHING)
+            reinterpret_cast<uint4*>(marks)[at] = make_uint4(0, 0, 0, 0);
+        for (int at = threadIdx.x; at < COLUMNS * WINDOW_PAGES / 32 / 4; at += SEARCHING)
+            reinterpret_cast<uint4*>(selected)[at] = make_uint4(0, 0, 0, 0);
+    }
+
+    __device__ __forceinline__ void mark(const WindowIds<Listers>& window) {
+#pragma unroll
+        for (int e = 0; e < window.ENTRIES; ++e)
+#pragma unroll
+            for (int id : window.ids[e])
+                if (id >= 0) atomicOr(&marks[window.query_of(e)][id / 32 % MARK_WORDS], 1u << id % 32);
     }
 
     __device__ __forceinline__ void select(int query, int, const int (&pages)[4]) {
 #pragma unroll
         for (int page : pages)
-            if (page >= 0) atomicOr(&bits[query][page / 32], 1u << page % 32);
+            if (page >= 0) atomicOr(&selected[query][page / 32], 1u << page % 32);
     }
 
     __device__ __forceinline__ void fetch_row(int page, const int* entry) { cp_async_4(smem_address(&physical[page]), entry); }
@@ -56,8 +84,8 @@ struct WindowScratch : WindowPages {
 #pragma unroll
             for (int slot = 0; slot < TASK_QUERIES; slot += 4) {
                 const int4 picks = *reinterpret_cast<const int4*>(&scratch.pick[first_slot + slot]);
-                rows[slot] = scratch.bits[picks.x], rows[slot + 1] = scratch.bits[picks.y];
-                rows[slot + 2] = scratch.bits[picks.z], rows[slot + 3] = scratch.bits[picks.w];
+                rows[slot] = scratch.selected[picks.x], rows[slot + 1] = scratch.selected[picks.y];
+                rows[slot + 2] = scratch.selected[picks.z], rows[slot + 3] = scratch.selected[picks.w];
             }
         }
 
@@ -89,39 +117,26 @@ struct WindowScratch : WindowPages {
 static_assert(TASK_QUERIES % 4 == 0, "picks are read four at a time");
 static_assert(sizeof(WindowScratch) <= COLUMNS * 448, "as the host reckons it");
 
-/// What one warp pairs up: the items of a level that are in reach of each other.
-struct Stretch {
-    int level, begin, items;
-
-    __device__ __forceinline__ Stretch(int level, int ordinal)
-        : level(level), begin(ordinal * REACH), items(min(items_of(level), REACH)) {}
-};
-
-/// Pages that each two items of a stretch share: its bits times themselves.
-__device__ __forceinline__ void count_shared(WindowScratch& scratch, const Stretch& stretch) {
+/// Pages that each two items of a level share that are in reach of each other: its marks times themselves, in tiles of
+/// 16 items by 8.
+__device__ __forceinline__ void count_shared(WindowScratch& scratch, int level, int warp, int words) {
+    const int tiles = level == LEVELS - 1 ? 2 : 16 >> level;
     const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(stretch.level) + stretch.begin;
+    const unsigned (*marks)[MARK_STRIDE] = scratch.marks_of(level);
 #pragma unroll 1
-    for (int row = r; row < stretch.items; row += 16) {
-        unsigned counts[REACH / 8][4] = {};
-#pragma unroll 1
-        for (int word = t; 32 * (word - t) < scratch.pages; word += 8) {
-            const unsigned a[4] = {bits[row][word], bits[row + 8][word], bits[row][word + 4], bits[row + 8][word + 4]};
-#pragma unroll
-            for (int tile = 0; tile < REACH / 8; ++tile) {
-                if (8 * tile >= stretch.items) break;
-                const unsigned b[2] = {bits[8 * tile + r][word], bits[8 * tile + r][word + 4]};
-                mma_and_popc(counts[tile], a, b);
-            }
+    for (int tile = warp; tile < tiles; tile += BLOCK / 32) {
+        const int row = tile / 4 * 16 + r, column = tile % 4 * 8, other = tile / 8 * REACH + column + r;
+        unsigned counts[4] = {};
+        for (int word = t; word < words; word += 8) {
+            const unsigned a[4] = {marks[row][word], marks[row + 8][word], marks[row][word + 4], marks[row + 8][word + 4]};
+            const unsigned b[2] = {marks[other][word], marks[other][word + 4]};
+            mma_and_popc(counts, a, b);
         }
 #pragma unroll
-        for (int tile = 0; tile < REACH / 8; ++tile)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<uchar2*>(&scratch.shared[stretch.begin + row + 8 * half][8 * tile + 2 * t]) =
-                    make_uchar2(counts[tile][2 * half], counts[tile][2 * half + 1]);
+        for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<uchar2*>(&scratch.shared[row + 8 * half][column + 2 * t]) =
+                make_uchar2(counts[2 * half], counts[2 * half + 1]);
     }
-    __syncwarp();
 }
 
 /// Two items, a byte each, and the pages that they share.
@@ -151,96 +166,122 @@ __device__ __forceinline__ ItemPair from_lane(const ItemPair& pair, int distance
     return {__shfl_xor_sync(ALL_LANES, pair.items, distance), __shfl_xor_sync(ALL_LANES, pair.overlap, distance)};
 }
 
-/// Puts a pair where it belongs: by its lower item, `lowers` has a bit for each of them.
-__device__ __forceinline__ void settle(WindowScratch& scratch, const Stretch& stretch, const ItemPair& pair, unsigned lowers) {
-    const int lower = min(pair.items & 0xff, pair.items >> 8), upper = max(pair.items & 0xff, pair.items >> 8);
-    scratch.pairs_of(stretch.level)[stretch.begin / 2 + __popc(lowers & ((1u << lower) - 1))] =
-        make_uchar2(stretch.begin + lower, stretch.begin + upper);
-}
+/// Where a thread stands among those that arrange a level: a stretch of items in reach of each other takes STARTS groups of
+/// as many threads as it has places, a quarter of its items.
+struct Seat {
+    int stretch, start, place, places;
 
-__device__ __forceinline__ unsigned lower_bit(const ItemPair& pair) {
-    return 1u << min(pair.items & 0xff, pair.items >> 8);
-}
+    __device__ __forceinline__ explicit Seat(int level) {
+        const int shift = level == LEVELS - 1 ? 2 : 3;  // of REACH / 4 places, or half as many
+        static_assert(REACH / 4 == 1 << 3 && COLUMNS >> (LEVELS - 1) == REACH / 2, "places of the levels");
+        places = 1 << shift;
+        place = threadIdx.x & (places - 1);
+        start = threadIdx.x >> shift & (STARTS - 1);
+        stretch = threadIdx.x >> shift >> STARTS_SHIFT;
+    }
+    static constexpr int STARTS_SHIFT = 3;
+    static_assert(STARTS == 1 << STARTS_SHIFT, "as shifted");
+};
 
-/// Improves arrangements of a stretch of which the first `pairs` pairs exist, and keeps the one whose pairs share the
-/// most pages, the earliest of several. Those past the last are never parted. A quarter of as many lanes as there
-/// are items takes an arrangement, a lane two pairs, x and y. See _Arrangements in pwbench/grouping.py for who meets when.
-/// NOTE: half as many items leave room for twice the arrangements; the second half repeats the first.
-__device__ __forceinline__ void arrange(WindowScratch& scratch, const Stretch& stretch, int pairs) {
-    const SharedPages* shared = scratch.shared + stretch.begin;
-    const int places = stretch.items / 4, place = threadIdx.x & (places - 1);
-    const int start = threadIdx.x % 32 >> (places == REACH / 4 ? 3 : 2);
-    static_assert(REACH / 4 == 1 << 3, "places of either kind of stretch");
-    const int factor = 2 * start + 1, inverse = factor * (2 - factor * factor);  // modulo 64
+/// Pairs of one stretch, of a level's first `pairs`.
+__device__ __forceinline__ int pairs_in(int stretch, int pairs) { return min(max(pairs - stretch * (REACH / 2), 0), REACH / 2); }
+
+/// Improves STARTS arrangements of every stretch of a level, of which the first `pairs` pairs exist. A thread holds two
+/// pairs, x and y. See _Arrangements in pwbench/grouping.py for who meets when.
+__device__ __forceinline__ void arrange(WindowScratch& scratch, const Seat& seat, int pairs) {
+    const SharedPages* shared = scratch.shared + seat.stretch * REACH;
+    const int factor = 2 * seat.start + 1, inverse = factor * (2 - factor * factor);  // modulo 64
+    const unsigned items = 2 * pairs_in(seat.stretch, pairs);
     auto first_pair = [&](int at) -> ItemPair {
-        const int pair = at * inverse & (2 * places - 1);
-        return {2 * pair | (2 * pair + 1u) << 8, pair < pairs ? shared[2 * pair][2 * pair + 1] : ABSENT_OVERLAP};
+        const unsigned first = 2 * (at * inverse & (2 * seat.places - 1));
+        return {first | (first + 1) << 8, first < items ? shared[first][first + 1] : ABSENT_OVERLAP};
     };
-    ItemPair x = first_pair(2 * place), y = first_pair(2 * place + 1);
+    ItemPair x = first_pair(2 * seat.place), y = first_pair(2 * seat.place + 1);
 #pragma unroll 1
     for (int sweep = 0; sweep < SWEEPS; ++sweep) {
         const unsigned gain = sweep == SWEEPS - 1;  // equals are exchanged too, but for the last time around
 #pragma unroll 1
-        for (int reach = places; reach > 0; reach /= 2) {
+        for (int reach = seat.places; reach > 0; reach /= 2) {
 #pragma unroll 1
             for (int meeting = 1; meeting <= reach; ++meeting) {
                 meet(shared, x, y, gain);
                 y = from_lane(y, meeting == reach ? reach / 2 : meeting & -meeting);
             }
-            const bool upper = place & reach / 2;
+            const bool upper = seat.place & reach / 2;
             const ItemPair other = from_lane({upper ? x.items : y.items, upper ? x.overlap : y.overlap}, reach / 2);
             x = upper ? other : x;
             y = upper ? y : other;
         }
     }
     unsigned overlap = x.overlap + y.overlap;
-#pragma unroll 1
-    for (int step = places / 2; step > 0; step /= 2) overlap += __shfl_xor_sync(ALL_LANES, overlap, step);
-    const unsigned earliest = 31 - start, best = __reduce_max_sync(ALL_LANES, overlap * 32 + earliest) % 32;
-    const unsigned lowers = __reduce_or_sync(ALL_LANES, earliest == best ? lower_bit(x) | lower_bit(y) : 0);
-    if (earliest == best) {
-        settle(scratch, stretch, x, lowers);
-        settle(scratch, stretch, y, lowers);
-    }
-    __syncwarp();
+    for (int step = seat.places / 2; step > 0; step /= 2) overlap += __shfl_xor_sync(ALL_LANES, overlap, step);
+    if (seat.place == 0) scratch.overlap[seat.stretch][seat.start] = overlap;
+    unsigned short* found = scratch.found[seat.stretch][seat.start];
+    found[2 * seat.place] = x.items;
+    found[2 * seat.place + 1] = y.items;
 }
 
-/// What the pairs of a stretch selected: the bits of the next level's items.
-__device__ __forceinline__ void join(WindowScratch& scratch, const Stretch& stretch) {
-    const int item = stretch.begin / 2 + threadIdx.x % 16;
-    if (threadIdx.x % 16 >= stretch.items / 2) return;
-    const uchar2 pair = scratch.pairs_of(stretch.level)[item];
-    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(stretch.level);
-    unsigned (*joined)[BITS_STRIDE] = scratch.bits_of(stretch.level + 1);
-#pragma unroll 4
-    for (int word = threadIdx.x % 32 / 16; 32 * (word & ~7) < scratch.pages; word += 2)
-        joined[item][word] = bits[pair.x][word] | bits[pair.y][word];
+/// Keeps the arrangement of a stretch whose pairs share the most pages, the earliest of several, in the order of the
+/// pairs' lower items, by one warp. Pairs past the last were never parted, and stay.
+__device__ __forceinline__ void settle(WindowScratch& scratch, int level, int stretch) {
+    const int lane = threadIdx.x % 32;
+    const unsigned key = lane < STARTS ? scratch.overlap[stretch][lane] * STARTS + STARTS - 1 - lane : 0;
+    const int best = STARTS - 1 - __reduce_max_sync(ALL_LANES, key) % STARTS;
+    const bool listed = lane < min(REACH, items_of(level)) / 2;
+    const unsigned found = listed ? scratch.found[stretch][best][lane] : 0;
+    const int lower = min(found & 0xff, found >> 8), upper = max(found & 0xff, found >> 8);
+    const unsigned bit = listed ? 1u << lower : 0, all = __reduce_or_sync(ALL_LANES, bit);
+    const int begin = stretch * REACH;
+    if (listed) scratch.pairs_of(level)[begin / 2 + __popc(all & (bit - 1))] = make_uchar2(begin + lower, begin + upper);
 }
 
-/// The whole search, by the block; `warp` is known to the compiler to be one for all lanes. Rows past the last
-/// whole quad, and a last quad without a partner, keep their places.
-__device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int size, int warp) {
+/// What the pairs of a level selected: the marks of the next level's items.
+__device__ __forceinline__ void join(WindowScratch& scratch, int level, int words) {
+    const int item = threadIdx.x / 8;
+    if (item >= items_of(level) / 2) return;
+    static_assert(BLOCK / 8 >= COLUMNS / 2, "eight threads a pair");
+    const uchar2 pair = scratch.pairs_of(level)[item];
+    const unsigned (*marks)[MARK_STRIDE] = scratch.marks_of(level);
+    unsigned* joined = scratch.marks_of(level + 1)[item];
+    for (int word = threadIdx.x % 8; word < words; word += 8) joined[word] = marks[pair.x][word] | marks[pair.y][word];
+}
+
+/// Lists a window's pages and decides its order, by the block; `warp` is known to the compiler to be one for all lanes.
+/// Rows past the last whole quad, and a last quad without a partner, keep their places.
+__device__ __forceinline__ void search_window(const RegroupParams& params, const int* page_table, const Window& window,
+                                              WindowScratch& scratch, unsigned* bitmap, int warp) {
+    const bool lists = warp >= SEARCHING / 32;
+    const int words = params.max_pages > MARKS / 2 ? MARK_WORDS : MARK_WORDS / 2;
+    WindowIds<Listers> ids;
+    if (lists) ids.load(params, window, scratch.visible);
+    else scratch.clear();
+    clear_bitmap(params, bitmap);
+    __syncthreads();
+    if (lists) scratch.mark(ids);
+    __syncthreads();
 #pragma unroll 1
     for (int level = 0; level < LEVELS; ++level) {
-        const Stretch stretch(level, warp);
-        if (stretch.begin < items_of(level)) {
-            count_shared(scratch, stretch);
-            arrange(scratch, stretch, (size / 4 * 2 >> level) - stretch.begin / 2);
-            if (level + 1 < LEVELS) join(scratch, stretch);
-        }
+        count_shared(scratch, level, warp, words);
+        __syncthreads();
+        if (warp < STARTS * items_of(level) / 4 / 32)
+            arrange(scratch, Seat(level), window.size / 4 * 2 >> level);
+        else if (lists && level == 0)
+            list_pages(params, page_table, ids, scratch, bitmap);
+        __syncthreads();
+        if (warp < (level == 0 ? 2 : 1)) settle(scratch, level, warp);
+        __syncthreads();
+        if (level == LEVELS - 1) break;
+        join(scratch, level, words);
         __syncthreads();
     }
-    if (warp == 0) {
+    if (threadIdx.x < COLUMNS) {
+        int item = threadIdx.x >> LEVELS;
 #pragma unroll
-        for (int slot = threadIdx.x; slot < COLUMNS; slot += 32) {
-            int item = slot >> LEVELS;
-#pragma unroll
-            for (int level = LEVELS - 1; level >= 0; --level) {
-                const uchar2 pair = scratch.pairs_of(level)[item];
-                item = slot >> level & 1 ? pair.y : pair.x;
-            }
-            scratch.pick[slot] = item;
+        for (int level = LEVELS - 1; level >= 0; --level) {
+            const uchar2 pair = scratch.pairs_of(level)[item];
+            item = threadIdx.x >> level & 1 ? pair.y : pair.x;
         }
+        scratch.pick[threadIdx.x] = item;
     }
     cp_async_wait_all();  // of fetch_row
     __syncthreads();
