@@ -26,8 +26,6 @@ MATCHING_WINDOW = 64
 """Query rows of a window that `match` searches at once."""
 MATCHING_REACH = 32
 """Items that `match` may pair with each other: rows of half a window, all of its pairs, all of its quads."""
-MATCHING_PAGES = 512
-"""Pages that `match` tells apart: ids that are equal modulo this count as one."""
 MATCHING_STARTS = 8
 """Arrangements that `match` improves side by side; the best is kept."""
 MATCHING_SWEEPS = 1
@@ -233,10 +231,9 @@ def _match_windows(
 
 
 def _selected(pages: np.ndarray) -> np.ndarray:
-    """Which of its window's distinct pages, modulo `MATCHING_PAGES`, every row selected: ``[nW, rows, most
-    pages]`` of 0.0 and 1.0."""
+    """Which of its window's distinct pages every row selected, ``[nW, rows, most pages]`` of 0.0 and 1.0."""
     windows, rows, width = pages.shape
-    flat = np.where(pages < 0, -1, pages % MATCHING_PAGES).reshape(windows, -1)
+    flat = pages.reshape(windows, -1)
     ascending = np.argsort(flat, axis=1, kind="stable")
     ranked = np.take_along_axis(flat, ascending, axis=1)
     fresh = (ranked >= 0) & (np.diff(ranked, axis=1, prepend=-1) != 0)

@@ -69,7 +69,7 @@ struct Fiber {
 inline Context scheduler;
 inline std::vector<Fiber> fibers;
 inline std::vector<Meeting> warps;
-inline Meeting block, named[16];
+inline Meeting block;
 inline unsigned current;
 inline bool progress;
 inline std::function<void()> body;
@@ -159,10 +159,6 @@ inline void launch(unsigned grid, unsigned threads, std::function<void()> kernel
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::meet(emulator::block); }
-template <int ID, int THREADS> void bar_sync() {
-    emulator::named[ID].alive = THREADS;
-    emulator::meet(emulator::named[ID]);
-}
 inline int __syncthreads_and(int own) {
     static int all;
     __syncthreads();
@@ -237,8 +233,6 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 #define cp_async_4 ptx_cp_async_4
 #define cp_async_wait_all ptx_cp_async_wait_all
 #define mma_and_popc ptx_mma_and_popc
-#define prmt ptx_prmt
-#define bar_sync ptx_bar_sync
 #define mbarrier_init ptx_mbarrier_init
 #define mbarrier_arrive ptx_mbarrier_arrive
 #define mbarrier_wait ptx_mbarrier_wait
@@ -248,8 +242,6 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 #undef cp_async_4
 #undef cp_async_wait_all
 #undef mma_and_popc
-#undef prmt
-#undef bar_sync
 #undef mbarrier_init
 #undef mbarrier_arrive
 #undef mbarrier_wait
@@ -259,7 +251,6 @@ inline uint32_t cvt_f16x2_e4m3x2(uint16_t packed) {
     return to_f16(from_e4m3(packed & 0xff)) | static_cast<uint32_t>(to_f16(from_e4m3(packed >> 8))) << 16;
 }
 
-inline unsigned prmt(unsigned a, unsigned b, unsigned selector) { return __byte_perm(a, b, selector); }
 inline void prefetch_l2(const void*) {}
 inline void cp_async_4(uint32_t smem, const void* global) {
     std::memcpy(reinterpret_cast<char*>(dynamic) + smem, global, 4);

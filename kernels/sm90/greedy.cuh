@@ -176,17 +176,3 @@ __device__ __forceinline__ void search(WindowScratch& scratch, int size) {
         if (threadIdx.x == 0) mbarrier_arrive(smem_address(&scratch.decided[group]));
     }
 }
-
-/// Lists a window's pages, by the block, and decides its order, by the first warp: others may emit what is decided.
-__device__ __forceinline__ void search_window(const RegroupParams& params, const int* page_table, const Window& window,
-                                              WindowScratch& scratch, unsigned* bitmap, int warp) {
-    WindowIds<WholeBlock> ids;
-    ids.load(params, window, scratch.visible);
-    clear_bitmap(params, bitmap);
-    scratch.clear();
-    __syncthreads();
-    list_pages(params, page_table, ids, scratch, bitmap);
-    __syncthreads();
-    build_table(scratch);
-    if (warp == 0) search(scratch, window.size);
-}

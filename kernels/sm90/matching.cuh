@@ -3,8 +3,7 @@
 // each by a part of a warp that keeps it in registers, and the one that shares the most pages is kept. There is no
 // serial chain of picks and no barrier among the meetings: one costs a shuffle and a table look-up.
 //
-// What an item selected is a row of bits, one a page modulo MARKS, so that the tensor core counts what any two share.
-// While half of the block arranges the rows, the other half ranks the window's pages for the task records.
+// What an item selected is a row of bits, one a local page, so that the tensor core counts what any two share.
 // NOTE: one code for the three levels: a launch comes with nothing in the instruction cache.
 #pragma once
 
@@ -22,9 +21,7 @@ constexpr int STARTS = MATCHING_STARTS;  // arrangements that are improved side 
 constexpr int LEVELS = 3;                // rows, pairs, quads
 constexpr int REACH = 32;                // items that may become partners: rows of half a window, all pairs, all quads
 constexpr int EMITTERS = BLOCK / 32;     // warps that turn groups into tasks
-constexpr int MARKS = 512;               // pages that the search tells apart: MATCHING_PAGES of the oracle
-constexpr int MARK_WORDS = MARKS / 32, MARK_STRIDE = MARK_WORDS + 4;  // eight rows that are read together meet no bank twice
-constexpr int SEARCHING = BLOCK / 2;     // threads that arrange rows
+constexpr int BITS_STRIDE = WINDOW_PAGES / 32 + 4;  // words; eight rows that are read together meet no bank twice
 constexpr unsigned ABSENT_OVERLAP = 127; // of pairs past the window's last: more than any exchange offers
 static_assert(COLUMNS == 2 * REACH, "two stretches of rows");
 static_assert(STARTS * REACH / 8 % 32 == 0, "whole warps arrange quads");
@@ -32,45 +29,26 @@ static_assert(STARTS * REACH / 8 % 32 == 0, "whole warps arrange quads");
 /// Items of a level: rows, pairs of them, pairs of pairs.
 __device__ __forceinline__ int items_of(int level) { return COLUMNS >> level; }
 
-/// Those that list the window's pages while the others search.
-struct Listers {
-    static constexpr int THREADS = BLOCK - SEARCHING;
-    static __device__ __forceinline__ int thread() { return threadIdx.x - SEARCHING; }
-    static __device__ __forceinline__ void sync() { bar_sync<1, THREADS>(); }
-};
-
 struct WindowScratch : WindowPages {
-    alignas(16) unsigned marks[2 * COLUMNS - COLUMNS / 4][MARK_STRIDE];  // of rows, pairs and quads: pages modulo MARKS
-    unsigned selected[COLUMNS][WINDOW_PAGES / 32];      // of rows: local pages
+    alignas(16) unsigned bits[2 * COLUMNS - COLUMNS / 4][BITS_STRIDE];  // of rows, pairs and quads: what each selected
     unsigned char shared[COLUMNS][REACH + 16];          // pages that an item of the level in hand shares with those in reach
     unsigned short found[2][STARTS][REACH / 2];         // arrangements of a stretch: two items in a byte each
     int overlap[2][STARTS];                             // pages that the pairs of each share
     uchar2 pairs[COLUMNS - COLUMNS / 8];                // of rows, of pairs, of quads: the lower item first
     int physical[WINDOW_PAGES];                         // by local page: its row of the cache
 
-    __device__ __forceinline__ unsigned (*marks_of(int level))[MARK_STRIDE] { return marks + 2 * (COLUMNS - items_of(level)); }
+    __device__ __forceinline__ unsigned (*bits_of(int level))[BITS_STRIDE] { return bits + 2 * (COLUMNS - items_of(level)); }
     __device__ __forceinline__ uchar2* pairs_of(int level) { return pairs + (COLUMNS - items_of(level)); }
 
-    /// By the searchers.
     __device__ __forceinline__ void clear() {
-        for (int at = threadIdx.x; at < COLUMNS * MARK_STRIDE / 4; at += SEARCHING)
-            reinterpret_cast<uint4*>(marks)[at] = make_uint4(0, 0, 0, 0);
-        for (int at = threadIdx.x; at < COLUMNS * WINDOW_PAGES / 32 / 4; at += SEARCHING)
-            reinterpret_cast<uint4*>(selected)[at] = make_uint4(0, 0, 0, 0);
-    }
-
-    __device__ __forceinline__ void mark(const WindowIds<Listers>& window) {
-#pragma unroll
-        for (int e = 0; e < window.ENTRIES; ++e)
-#pragma unroll
-            for (int id : window.ids[e])
-                if (id >= 0) atomicOr(&marks[window.query_of(e)][id / 32 % MARK_WORDS], 1u << id % 32);
+        for (int at = threadIdx.x; at < COLUMNS * BITS_STRIDE / 4; at += BLOCK)
+            reinterpret_cast<uint4*>(bits)[at] = make_uint4(0, 0, 0, 0);
     }
 
     __device__ __forceinline__ void select(int query, int, const int (&pages)[4]) {
 #pragma unroll
         for (int page : pages)
-            if (page >= 0) atomicOr(&selected[query][page / 32], 1u << page % 32);
+            if (page >= 0) atomicOr(&bits[query][page / 32], 1u << page % 32);
     }
 
     __device__ __forceinline__ void fetch_row(int page, const int* entry) { cp_async_4(smem_address(&physical[page]), entry); }
@@ -84,8 +62,8 @@ struct WindowScratch : WindowPages {
 #pragma unroll
             for (int slot = 0; slot < TASK_QUERIES; slot += 4) {
                 const int4 picks = *reinterpret_cast<const int4*>(&scratch.pick[first_slot + slot]);
-                rows[slot] = scratch.selected[picks.x], rows[slot + 1] = scratch.selected[picks.y];
-                rows[slot + 2] = scratch.selected[picks.z], rows[slot + 3] = scratch.selected[picks.w];
+                rows[slot] = scratch.bits[picks.x], rows[slot + 1] = scratch.bits[picks.y];
+                rows[slot + 2] = scratch.bits[picks.z], rows[slot + 3] = scratch.bits[picks.w];
             }
         }
 
@@ -117,19 +95,18 @@ struct WindowScratch : WindowPages {
 static_assert(TASK_QUERIES % 4 == 0, "picks are read four at a time");
 static_assert(sizeof(WindowScratch) <= COLUMNS * 448, "as the host reckons it");
 
-/// Pages that each two items of a level share that are in reach of each other: its marks times themselves, in tiles of
-/// 16 items by 8.
-__device__ __forceinline__ void count_shared(WindowScratch& scratch, int level, int warp, int words) {
-    const int tiles = level == LEVELS - 1 ? 2 : 16 >> level;
+/// Pages that each two items of a level share that are in reach of each other: its bits times themselves.
+__device__ __forceinline__ void count_shared(WindowScratch& scratch, int level, int warp) {
+    const int tiles = level == LEVELS - 1 ? 2 : 16 >> level;  // 16 items by 8, of two rows of tiles a stretch or, at last, one
     const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const unsigned (*marks)[MARK_STRIDE] = scratch.marks_of(level);
+    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(level);
 #pragma unroll 1
     for (int tile = warp; tile < tiles; tile += BLOCK / 32) {
-        const int row = tile / 4 * 16 + r, column = tile % 4 * 8, other = tile / 8 * REACH + column + r;
+        const int row = tile / 4 * 16 + r, column = tile % 4 * 8, begin = tile / 8 * REACH;
         unsigned counts[4] = {};
-        for (int word = t; word < words; word += 8) {
-            const unsigned a[4] = {marks[row][word], marks[row + 8][word], marks[row][word + 4], marks[row + 8][word + 4]};
-            const unsigned b[2] = {marks[other][word], marks[other][word + 4]};
+        for (int word = t; 32 * (word - t) < scratch.pages; word += 8) {
+            const unsigned a[4] = {bits[row][word], bits[row + 8][word], bits[row][word + 4], bits[row + 8][word + 4]};
+            const unsigned b[2] = {bits[begin + column + r][word], bits[begin + column + r][word + 4]};
             mma_and_popc(counts, a, b);
         }
 #pragma unroll
@@ -147,19 +124,19 @@ struct ItemPair {
 using SharedPages = unsigned char[REACH + 16];
 
 /// (a, b) meets (c, d): they become (a, c), (b, d) or (a, d), (c, b) if those share at least `gain` more pages.
-/// The choice is the low two bits of the largest key: 3 = as before, 2 = straight, 1 = crossed. It picks bytes of
-/// tables: selectors of the new pairs' items out of (x, y), where byte 2 is zero, and new overlaps.
 __device__ __forceinline__ void meet(const SharedPages* shared, ItemPair& x, ItemPair& y, unsigned gain) {
-    constexpr unsigned AB_AC_AD = 0x10405000, CD_BD_CB = 0x54511400, ZEROS = 0x22;
+    // Bytes of x's items, then of y's, for __byte_perm; byte 2 is zero.
+    constexpr unsigned AB = 0x2210, CD = 0x2254, AC = 0x2240, BD = 0x2251, AD = 0x2250, CB = 0x2214;
     const unsigned a = x.items & 0xff, b = x.items >> 8, c = y.items & 0xff, d = y.items >> 8;
     const unsigned ac = shared[a][c], bd = shared[b][d], ad = shared[a][d], cb = shared[c][b];
-    const unsigned before = 4 * (x.overlap + y.overlap + gain) - 1, straight = 4 * (ac + bd) + 2, crossed = 4 * (ad + cb) + 1;
-    const unsigned choice = max(max(straight, crossed), before) & 3 | 0x40;
-    const unsigned items = prmt(x.items, y.items, prmt(AB_AC_AD, ZEROS, choice));
-    y.items = prmt(x.items, y.items, prmt(CD_BD_CB, ZEROS, choice));
+    const unsigned straight = ac + bd, crossed = ad + cb;
+    const bool direct = straight >= crossed, change = max(straight, crossed) >= x.overlap + y.overlap + gain;
+    const unsigned into_x = !change ? AB : direct ? AC : AD, into_y = !change ? CD : direct ? BD : CB;
+    x.overlap = !change ? x.overlap : direct ? ac : ad;
+    y.overlap = !change ? y.overlap : direct ? bd : cb;
+    const unsigned items = __byte_perm(x.items, y.items, into_x);
+    y.items = __byte_perm(x.items, y.items, into_y);
     x.items = items;
-    x.overlap = prmt(x.overlap << 24 | ac << 16 | ad << 8, 0, choice);
-    y.overlap = prmt(y.overlap << 24 | bd << 16 | cb << 8, 0, choice);
 }
 
 __device__ __forceinline__ ItemPair from_lane(const ItemPair& pair, int distance) {
@@ -235,43 +212,31 @@ __device__ __forceinline__ void settle(WindowScratch& scratch, int level, int st
     if (listed) scratch.pairs_of(level)[begin / 2 + __popc(all & (bit - 1))] = make_uchar2(begin + lower, begin + upper);
 }
 
-/// What the pairs of a level selected: the marks of the next level's items.
-__device__ __forceinline__ void join(WindowScratch& scratch, int level, int words) {
+/// What the pairs of a level selected: the bits of the next level's items.
+__device__ __forceinline__ void join(WindowScratch& scratch, int level) {
     const int item = threadIdx.x / 8;
     if (item >= items_of(level) / 2) return;
     static_assert(BLOCK / 8 >= COLUMNS / 2, "eight threads a pair");
     const uchar2 pair = scratch.pairs_of(level)[item];
-    const unsigned (*marks)[MARK_STRIDE] = scratch.marks_of(level);
-    unsigned* joined = scratch.marks_of(level + 1)[item];
-    for (int word = threadIdx.x % 8; word < words; word += 8) joined[word] = marks[pair.x][word] | marks[pair.y][word];
+    const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(level);
+    for (int word = threadIdx.x % 8; 32 * (word & ~7) < scratch.pages; word += 8)
+        scratch.bits_of(level + 1)[item][word] = bits[pair.x][word] | bits[pair.y][word];
 }
 
-/// Lists a window's pages and decides its order, by the block; `warp` is known to the compiler to be one for all lanes.
-/// Rows past the last whole quad, and a last quad without a partner, keep their places.
-__device__ __forceinline__ void search_window(const RegroupParams& params, const int* page_table, const Window& window,
-                                              WindowScratch& scratch, unsigned* bitmap, int warp) {
-    const bool lists = warp >= SEARCHING / 32;
-    const int words = params.max_pages > MARKS / 2 ? MARK_WORDS : MARK_WORDS / 2;
-    WindowIds<Listers> ids;
-    if (lists) ids.load(params, window, scratch.visible);
-    else scratch.clear();
-    clear_bitmap(params, bitmap);
-    __syncthreads();
-    if (lists) scratch.mark(ids);
-    __syncthreads();
+/// The whole search, by the block; `warp` is known to the compiler to be one for all lanes. Rows past the last
+/// whole quad, and a last quad without a partner, keep their places.
+__device__ __forceinline__ void search_by_matching(WindowScratch& scratch, int size, int warp) {
 #pragma unroll 1
     for (int level = 0; level < LEVELS; ++level) {
-        count_shared(scratch, level, warp, words);
+        const int stretches = level == 0 ? 2 : 1;
+        count_shared(scratch, level, warp);
         __syncthreads();
-        if (warp < STARTS * items_of(level) / 4 / 32)
-            arrange(scratch, Seat(level), window.size / 4 * 2 >> level);
-        else if (lists && level == 0)
-            list_pages(params, page_table, ids, scratch, bitmap);
+        if (warp < STARTS * items_of(level) / 4 / 32) arrange(scratch, Seat(level), size / 4 * 2 >> level);
         __syncthreads();
-        if (warp < (level == 0 ? 2 : 1)) settle(scratch, level, warp);
+        if (warp < stretches) settle(scratch, level, warp);
         __syncthreads();
         if (level == LEVELS - 1) break;
-        join(scratch, level, words);
+        join(scratch, level);
         __syncthreads();
     }
     if (threadIdx.x < COLUMNS) {

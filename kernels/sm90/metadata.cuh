@@ -74,18 +74,10 @@ __device__ __forceinline__ int sum_before(int requests, Items items) {
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-/// Threads that work together: how many, which one this is, and their barrier.
-struct WholeBlock {
-    static constexpr int THREADS = BLOCK;
-    static __device__ __forceinline__ int thread() { return threadIdx.x; }
-    static __device__ __forceinline__ void sync() { __syncthreads(); }
-};
-
-/// Exclusive prefix of `own` over a team's threads, and the team's total. One barrier; `scratch` holds a word for
-/// each warp.
-template <typename Team>
-__device__ __forceinline__ int team_prefix(int own, int* scratch, int& total) {
-    const int lane = Team::thread() % 32, warp = Team::thread() / 32;
+/// Exclusive prefix of `own` over the block's threads, and the block's total. One barrier; `scratch`
+/// holds a word for each warp.
+__device__ __forceinline__ int block_prefix(int own, int* scratch, int& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int end = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -93,11 +85,11 @@ __device__ __forceinline__ int team_prefix(int own, int* scratch, int& total) {
         if (lane >= step) end += before;
     }
     if (lane == 31) scratch[warp] = end;
-    Team::sync();
+    __syncthreads();
     int begin = end - own;
     total = 0;
 #pragma unroll
-    for (int w = 0; w < Team::THREADS / 32; ++w) {
+    for (int w = 0; w < BLOCK / 32; ++w) {
         const int sum = scratch[w];
         if (w < warp) begin += sum;
         total += sum;
@@ -106,14 +98,13 @@ __device__ __forceinline__ int team_prefix(int own, int* scratch, int& total) {
 }
 
 /// Ranks the pages of a bitmap of `words` words: how many lie before each word, and how many there are.
-/// By a whole team; its next barrier makes `before` readable.
-template <typename Team>
+/// By the whole block; the caller's barrier makes `before` readable.
 __device__ __forceinline__ int rank_pages(const unsigned* bitmap, unsigned short* before, int words, int* scratch) {
-    const int each = divide_up(words, Team::THREADS);
-    const int first = Team::thread() * each, end = min(first + each, words);
+    const int each = divide_up(words, BLOCK);
+    const int first = threadIdx.x * each, end = min(first + each, words);
     int own = 0, pages = 0;
     for (int word = first; word < end; ++word) own += __popc(bitmap[word]);
-    int rank = team_prefix<Team>(own, scratch, pages);
+    int rank = block_prefix(own, scratch, pages);
     for (int word = first; word < end; ++word) {
         before[word] = rank;
         rank += __popc(bitmap[word]);

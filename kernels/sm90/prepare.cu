@@ -44,7 +44,7 @@ __device__ __forceinline__ void prepare_task(const PrepareParams& params, int ta
     if (valid) atomicOr(&bitmap[id / 32], 1u << id % 32);
     __syncthreads();
 
-    const int pages = rank_pages<WholeBlock>(bitmap, before, words, scratch.warp_totals);
+    const int pages = rank_pages(bitmap, before, words, scratch.warp_totals);
     __syncthreads();
 
     if (valid) {

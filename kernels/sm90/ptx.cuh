@@ -303,13 +303,6 @@ __device__ __forceinline__ uint32_t max_s16x2(uint32_t a, uint32_t b) {
     return d;
 }
 
-/// __byte_perm for selectors whose nibbles are known to be below 8: it need not mask them.
-__device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned selector) {
-    unsigned d;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
-    return d;
-}
-
 /// c += A B of bits, counting: 16 x 256 bits times 8 columns of 256. Lane 4r + t holds word t of rows r and r + 8 of A
 /// in a[0] and a[1], word t + 4 in a[2] and a[3]; words t and t + 4 of column r of B; and of c, rows r (c[0], c[1])
 /// and r + 8, columns 2t and 2t + 1.

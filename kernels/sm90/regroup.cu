@@ -70,10 +70,16 @@ __device__ __forceinline__ void regroup_window(const RegroupParams& params, cons
                                                unsigned char* shared) {
     WindowScratch& scratch = *reinterpret_cast<WindowScratch*>(shared);
     const int* page_table = tasks ? tasks->page_table + static_cast<int64_t>(window.request) * params.max_pages : nullptr;
+    list_pages(params, page_table, window, scratch, reinterpret_cast<unsigned*>(shared + sizeof(WindowScratch)));
     if (threadIdx.x == 0) scratch.turn = turn;  // both searches have a barrier
     // Broadcast, so that the compiler knows a warp to take one branch and keeps its collectives bare.
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    search_window(params, page_table, window, scratch, reinterpret_cast<unsigned*>(shared + sizeof(WindowScratch)), warp);
+#if MATCHING
+    search_by_matching(scratch, window.size, warp);
+#else
+    build_table(scratch);
+    if (warp == 0) search(scratch, window.size);
+#endif
     if (warp < SEARCHERS || warp >= SEARCHERS + EMITTERS) return;
     int* order = params.order + static_cast<int64_t>(window.head) * params.total_q + window.begin;
     for (int task = warp - SEARCHERS; task * TASK_QUERIES < window.size; task += EMITTERS) {

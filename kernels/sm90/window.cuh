@@ -78,72 +78,61 @@ __device__ __forceinline__ void prefetch_window(const RegroupParams& params, con
     if (threadIdx.x % 16 == 0) prefetch_l2(params.positions + row);
 }
 
-/// The ids of a window's queries that are visible pages, -1 elsewhere, in the registers of a team.
-template <typename Team>
-struct WindowIds {
-    static constexpr int ENTRIES = (WINDOW_PAGES / 4 + Team::THREADS - 1) / Team::THREADS;
-    int ids[ENTRIES][4];
-
-    /// The query of an entry, and which quarter of its Top-K a thread holds.
-    static __device__ __forceinline__ int query_of(int entry) { return (Team::thread() + entry * Team::THREADS) / 4; }
-    static __device__ __forceinline__ int quarter() { return Team::thread() % 4; }
-
-    /// Loads them, and notes what each query sees.
-    __device__ __forceinline__ void load(const RegroupParams& params, const Window& window, int* visible_of) {
-        const int64_t first_row = static_cast<int64_t>(window.head) * params.total_q + window.begin;
-        const int length = params.seq_lens[window.request];
-#pragma unroll
-        for (int e = 0; e < ENTRIES; ++e) {
-            const int query = query_of(e);
-            int4 four = make_int4(-1, -1, -1, -1);
-            int visible = 0;
-            if (query < window.size) {
-                four = __ldg(reinterpret_cast<const int4*>(params.topk + (first_row + query) * TOPK) + quarter());
-                visible = visible_tokens(length, params.positions[window.begin + query]);
-                if (quarter() == 0) visible_of[query] = visible;
-            }
-            ids[e][0] = four.x, ids[e][1] = four.y, ids[e][2] = four.z, ids[e][3] = four.w;
-#pragma unroll
-            for (int& id : ids[e]) id = page_visible(id, visible, params.max_pages) ? id : -1;
-        }
-    }
-};
-
-__device__ __forceinline__ void clear_bitmap(const RegroupParams& params, unsigned* bitmap) {
-    for (int word = threadIdx.x; word < divide_up(params.max_pages, 32); word += BLOCK) bitmap[word] = 0;
-}
-
-/// Ranks a window's pages by a bitmap that was cleared, and tells `scratch` of them: select(query, quarter, pages) for
-/// every four ids of a query's Top-K, -1 where one is no visible page; and fetch_row(page, entry of the page table)
-/// for every page, if there is a page table. Readable after the team's next barrier.
-template <typename Team, typename Scratch>
-__device__ __forceinline__ void list_pages(const RegroupParams& params, const int* page_table,
-                                           const WindowIds<Team>& window, Scratch& scratch, unsigned* bitmap) {
+/// Ranks the window's pages and tells `scratch` of them: clear() while the ids are on their way; then select(query,
+/// quarter, pages) for every four ids of a query's Top-K, -1 where one is no visible page; and fetch_row(page, entry of
+/// the page table) for every page, if there is a page table.
+template <typename Scratch>
+__device__ __forceinline__ void list_pages(const RegroupParams& params, const int* page_table, const Window& window,
+                                           Scratch& scratch, unsigned* bitmap) {
+    constexpr int ENTRIES = (WINDOW_PAGES / 4 + BLOCK - 1) / BLOCK;  // int4 of ids a thread takes
     const int words = divide_up(params.max_pages, 32);
     unsigned short* before = reinterpret_cast<unsigned short*>(bitmap + words);
+    int ids[ENTRIES][4];
+    const int64_t first_row = static_cast<int64_t>(window.head) * params.total_q + window.begin;
+    const int length = params.seq_lens[window.request];
 #pragma unroll
-    for (const auto& four : window.ids)
+    for (int e = 0; e < ENTRIES; ++e) {
+        const int query = (threadIdx.x + e * BLOCK) / 4;
+        int4 four = make_int4(-1, -1, -1, -1);
+        int visible = 0;
+        if (query < window.size) {
+            four = __ldg(reinterpret_cast<const int4*>(params.topk + (first_row + query) * TOPK) + threadIdx.x % 4);
+            visible = visible_tokens(length, params.positions[window.begin + query]);
+            if (threadIdx.x % 4 == 0) scratch.visible[query] = visible;
+        }
+        ids[e][0] = four.x, ids[e][1] = four.y, ids[e][2] = four.z, ids[e][3] = four.w;
 #pragma unroll
-        for (int id : four)
+        for (int& id : ids[e]) id = page_visible(id, visible, params.max_pages) ? id : -1;
+    }
+    for (int word = threadIdx.x; word < words; word += BLOCK) bitmap[word] = 0;
+    scratch.clear();
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < ENTRIES; ++e)
+#pragma unroll
+        for (int id : ids[e])
             if (id >= 0) atomicOr(&bitmap[id / 32], 1u << id % 32);
-    Team::sync();
-    const int pages = rank_pages<Team>(bitmap, before, words, scratch.warp_totals);
-    if (Team::thread() == 0) scratch.pages = pages;
-    Team::sync();
+    __syncthreads();
+
+    const int pages = rank_pages(bitmap, before, words, scratch.warp_totals);
+    if (threadIdx.x == 0) scratch.pages = pages;
+    __syncthreads();
 
     auto local_page = [&](int id) { return before[id / 32] + __popc(bitmap[id / 32] & ((1u << id % 32) - 1)); };
 #pragma unroll
-    for (int e = 0; e < window.ENTRIES; ++e) {
-        if (window.query_of(e) >= COLUMNS) break;
+    for (int e = 0; e < ENTRIES; ++e) {
+        const int query = (threadIdx.x + e * BLOCK) / 4;
+        if (query >= COLUMNS) break;
         int local[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) local[i] = window.ids[e][i] < 0 ? -1 : local_page(window.ids[e][i]);
-        scratch.select(window.query_of(e), window.quarter(), local);
+        for (int i = 0; i < 4; ++i) local[i] = ids[e][i] < 0 ? -1 : local_page(ids[e][i]);
+        scratch.select(query, threadIdx.x % 4, local);
     }
-    for (int id = Team::thread(); id < params.max_pages; id += Team::THREADS) {
+    for (int id = threadIdx.x; id < params.max_pages; id += BLOCK) {
         if (!(bitmap[id / 32] >> id % 32 & 1)) continue;
         const int page = local_page(id);
         scratch.logical[page] = id;
         if (page_table) scratch.fetch_row(page, page_table + id);
     }
+    __syncthreads();
 }
