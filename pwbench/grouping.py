@@ -185,8 +185,9 @@ def match(supports: np.ndarray, cu_seqlens_q: np.ndarray, window: int = MATCHING
     common pages are many; then the pairs, with the unions of their pages, are paired into quads, for which
     the tensor cores pay; then the quads into eights, for which the page copies do. A step improves
     `MATCHING_STARTS` arrangements of pairs by exchange (`_Arrangements`) and keeps the one with the most
-    common pages, the earliest of several. What was paired then goes by its lowest row, and so do the partners.
-    Rows past a window's last whole quad keep their places, and so does a last quad without a partner.
+    common pages, the earliest of several. What was paired then goes by its lowest row, and so do the
+    partners. Rows past a window's last whole quad keep their places, and so does a last quad without a
+    partner.
 
     Args:
         supports: distinct page ids of every row, -1 elsewhere, ``[Hkv, total_q, K]`` int32, K at most 16.
@@ -254,7 +255,8 @@ def _pair_up(selected: np.ndarray, pairs: np.ndarray) -> np.ndarray:
         pairs: ``[nW]``.
 
     Returns:
-        Partners, the lower first, by the lower: ``[nW, items / 2, 2]``. Pairs past the last stay where they are.
+        Partners, the lower first, by the lower: ``[nW, items / 2, 2]``. Pairs past the last stay where
+        they are.
     """
     windows, items, pages = selected.shape
     reach = min(items, MATCHING_REACH)

@@ -22,7 +22,10 @@ plain=$?
 [ $plain -eq 0 ] || { echo "plain run     failed with exit code $plain, see $out/plain.log"; tail -5 "$out/plain.log"; exit 1; }
 
 for tool in $tools; do
-    "$sanitizer" --tool "$tool" --target-processes application-only --report-api-errors no \
+    options=()
+    # The searches have a barrier for every group of a window: more than synccheck follows by default.
+    [ "$tool" = synccheck ] && options+=(--num-cuda-barriers 65536)
+    "$sanitizer" --tool "$tool" "${options[@]}" --target-processes application-only --report-api-errors no \
         --error-exitcode 9 --print-limit 50 python3 scripts/sanitize.py "$@" >"$out/$tool.log" 2>&1 &
     printf '%s %s\n' "$tool" $! >>"$out/.started.$$"
 done

@@ -285,7 +285,6 @@ def test_neighbouring_quads_share_more_pages_than_they_would_by_their_lowest_row
     assert found.lengths.sum() < 0.98 * plain.lengths.sum()
 
 
-
 @pytest.mark.parametrize("rows", [[set()] * 64, [{7}] * 64, [{i} for i in range(64)]])
 def test_matching_of_rows_all_alike_is_some_order(rows):
     check_order(match(table(rows), np.array([0, 64])), np.array([0, 64]))

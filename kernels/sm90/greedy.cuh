@@ -50,6 +50,7 @@ struct WindowScratch : WindowPages {
             : slots(scratch.slots[emitter]) {
             const int lane = threadIdx.x % 32;
             unsigned* counted = scratch.slots[emitter];
+            __syncwarp();  // the last task's members have been read
             for (int pair = lane; pair < (scratch.pages + 1) / 2; pair += 32) counted[pair] = 0;
             __syncwarp();
             for (int entry = lane; entry < queries * TOPK; entry += 32) {

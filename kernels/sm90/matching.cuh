@@ -31,7 +31,7 @@ __device__ __forceinline__ int items_of(int level) { return COLUMNS >> level; }
 
 struct WindowScratch : WindowPages {
     alignas(16) unsigned bits[2 * COLUMNS - COLUMNS / 4][BITS_STRIDE];  // of rows, pairs and quads: what each selected
-    unsigned char shared[COLUMNS][REACH + 16];          // pages that an item of the level in hand shares with those in reach
+    unsigned char shared[2][REACH][REACH + 16];         // by stretch: pages that two items of the level in hand share
     unsigned short found[2][STARTS][REACH / 2];         // arrangements of a stretch: two items in a byte each
     int overlap[2][STARTS];                             // pages that the pairs of each share
     uchar2 pairs[COLUMNS - COLUMNS / 8];                // of rows, of pairs, of quads: the lower item first
@@ -102,16 +102,17 @@ __device__ __forceinline__ void count_shared(WindowScratch& scratch, int level, 
     const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(level);
 #pragma unroll 1
     for (int tile = warp; tile < tiles; tile += BLOCK / 32) {
-        const int row = tile / 4 * 16 + r, column = tile % 4 * 8, begin = tile / 8 * REACH;
+        const int stretch = tile / 8, begin = stretch * REACH, row = tile / 4 % 2 * 16 + r, column = tile % 4 * 8;
         unsigned counts[4] = {};
         for (int word = t; 32 * (word - t) < scratch.pages; word += 8) {
-            const unsigned a[4] = {bits[row][word], bits[row + 8][word], bits[row][word + 4], bits[row + 8][word + 4]};
-            const unsigned b[2] = {bits[begin + column + r][word], bits[begin + column + r][word + 4]};
+            const unsigned (*rows)[BITS_STRIDE] = bits + begin + row, *columns = bits[begin + column + r];
+            const unsigned a[4] = {rows[0][word], rows[8][word], rows[0][word + 4], rows[8][word + 4]};
+            const unsigned b[2] = {columns[word], columns[word + 4]};
             mma_and_popc(counts, a, b);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            *reinterpret_cast<uchar2*>(&scratch.shared[row + 8 * half][column + 2 * t]) =
+            *reinterpret_cast<uchar2*>(&scratch.shared[stretch][row + 8 * half][column + 2 * t]) =
                 make_uchar2(counts[2 * half], counts[2 * half + 1]);
     }
 }
@@ -166,7 +167,7 @@ __device__ __forceinline__ int pairs_in(int stretch, int pairs) { return min(max
 /// Improves STARTS arrangements of every stretch of a level, of which the first `pairs` pairs exist. A thread holds two
 /// pairs, x and y. See _Arrangements in pwbench/grouping.py for who meets when.
 __device__ __forceinline__ void arrange(WindowScratch& scratch, const Seat& seat, int pairs) {
-    const SharedPages* shared = scratch.shared + seat.stretch * REACH;
+    const SharedPages* shared = scratch.shared[seat.stretch];
     const int factor = 2 * seat.start + 1, inverse = factor * (2 - factor * factor);  // modulo 64
     const unsigned items = 2 * pairs_in(seat.stretch, pairs);
     auto first_pair = [&](int at) -> ItemPair {

@@ -104,7 +104,7 @@ def test_the_order_is_the_oracles_and_never_leaves_a_window(variant: str, window
     [
         (False, (60,), 40_000, 1),
         (False, (4096,), 1000, 1),
-        (True, (4096,), 34_000, 1),
+        (True, (4200,), 34_000, 1),
         (True, (900, 124), 34_000, 4),
     ],
 )

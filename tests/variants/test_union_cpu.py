@@ -13,6 +13,7 @@ from pwbench.grouping import check_order, identity_order, match, prepare_unions,
 from pwbench.operator import SparsePrefillCall, supports
 from pwbench.reference import attend, compare
 from pwbench.variants import Options, Prepared
+from pwbench.variants._pageweaver import PAYOFFS, Payoff
 from pwbench.variants._union_cpu import UnionWalk
 from tests.calls import SELECTIONS, make_call
 
@@ -204,14 +205,16 @@ def test_groups_of_four_pair_up_to_unions_of_eight():
 @pytest.mark.parametrize(
     ("rows", "heads", "pages", "precision", "order"),
     [
-        (5201, 1, 257, "fast", "online"),
-        (5199, 1, 257, "fast", "original"),
-        (11599, 1, 256, "fast", "original"),
-        (11601, 1, 256, "fast", "online"),
-        (8300, 1, 64, "accurate", "online"),
-        (8192, 1, 64, "accurate", "original"),
-        (1301, 4, 65, "fast", "online"),
-        (1301, 4, 64, "fast", "original"),
+        (3930, 1, 129, "fast", "online"),
+        (3928, 1, 129, "fast", "original"),
+        (10374, 1, 128, "fast", "original"),
+        (10376, 1, 128, "fast", "online"),
+        (2401, 1, 64, "accurate", "online"),
+        (2399, 1, 64, "accurate", "original"),
+        (1334, 1, 500, "accurate", "online"),
+        (1333, 1, 500, "accurate", "original"),
+        (1301, 4, 33, "fast", "online"),
+        (1301, 4, 32, "fast", "original"),
         (0, 4, 1000, "fast", "original"),
     ],
 )
@@ -232,8 +235,8 @@ def test_pageweaver_searches_where_it_pays(rows, heads, pages, precision, order)
 
 
 def test_where_pageweaver_searches_it_does_what_pageweaver_regroup_does(monkeypatch):
-    monkeypatch.setattr("pwbench.variants._pageweaver.SEARCH_US", 0.1)
-    monkeypatch.setattr("pwbench.variants._pageweaver.HIDDEN_SEARCH_US", 0.1)
+    for regime in PAYOFFS:
+        monkeypatch.setitem(PAYOFFS, regime, Payoff(saved=0.001, cost=0.1))
     call = hostile(16)
     assert call.total_q * call.kv_heads == 290
     chosen, fixed = (poisoned_run(call, name) for name in ("pageweaver", "pageweaver-regroup"))
