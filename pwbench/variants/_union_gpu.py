@@ -47,7 +47,8 @@ def prepare(call: SparsePrefillCall, options: Options, *, name: str, order: str)
         options: ``precision`` picks the attention kernel's form, ``window`` the search's (rounded down to
             whole tasks).
         name: the variant; its part before the first hyphen names the design.
-        order: ``original``, ``online`` (the search is part of the call) or ``precomputed`` (it runs here).
+        order: ``original``, ``online`` (the search is part of the call) or ``precomputed`` (it runs here, for
+            the request boundaries that the call has now: they must not change in place afterwards).
 
     Raises:
         VariantUnavailable: a tensor's layout or size is beyond the kernels.
