@@ -228,7 +228,7 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 // PTX ------------------------------------------------------------------------------------------------
 // Its wrappers are assembler; the ones a kernel may use here are named anew and written out.
 
-#define prefetch_l2 ptx_prefetch_l2
+#define prefetch_global_l2 ptx_prefetch_global_l2
 #define cp_async_4 ptx_cp_async_4
 #define cp_async_wait_all ptx_cp_async_wait_all
 #define mma_and_popc ptx_mma_and_popc
@@ -237,7 +237,7 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 #define mbarrier_wait ptx_mbarrier_wait
 #define cvt_f16x2_e4m3x2 ptx_cvt_f16x2_e4m3x2
 #include "ptx.cuh"
-#undef prefetch_l2
+#undef prefetch_global_l2
 #undef cp_async_4
 #undef cp_async_wait_all
 #undef mma_and_popc
@@ -250,7 +250,7 @@ inline uint32_t cvt_f16x2_e4m3x2(uint16_t packed) {
     return to_f16(from_e4m3(packed & 0xff)) | static_cast<uint32_t>(to_f16(from_e4m3(packed >> 8))) << 16;
 }
 
-inline void prefetch_l2(const void*) {}
+inline void prefetch_global_l2(const void*) {}
 /// Copies land as late as they may: when they are waited for.
 inline void cp_async_4(uint32_t smem, const void* global) {
     emulator::fibers[emulator::current].copies.push_back(

@@ -336,8 +336,8 @@ def test_any_warp_may_be_outrun_by_the_others(program, design, name) -> None:
 
 @pytest.mark.parametrize("gain", [1000, -1000])
 def test_logits_of_sixteen_thousand_octaves(program, design, gain) -> None:
-    """All alike, so that the output is the mean of V. At ``fast`` no offset in f16 lifts a row so far below zero:
-    it comes out as if nothing were selected."""
+    """All alike, so that the output is the mean of V. At ``fast`` no offset in f16 lifts a row so far below
+    zero: it comes out as if nothing were selected."""
     kind, precision = design
     call = make_call(15, (9,), (300,), selection="identical", poison="none")
     call.q[:] = gain
