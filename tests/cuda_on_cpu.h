@@ -63,6 +63,7 @@ struct Fiber {
     bool done = false;
     const Meeting* awaits = nullptr;  // until its generation has passed
     int generation = 0;
+    std::vector<std::function<void()>> copies;  // asked for, and not waited for yet
     bool ready() const { return !done && !(awaits && awaits->generation == generation); }
 };
 
@@ -125,6 +126,7 @@ inline void run_block(unsigned threads) {
         order[t] = t;
         fibers[t].done = false;
         fibers[t].awaits = nullptr;
+        fibers[t].copies.clear();
         fibers[t].context.make(fibers[t].stack.data(), STACK, enter);
     }
     while (block.alive) {
@@ -170,8 +172,6 @@ inline int __syncthreads_and(int own) {
 }
 inline int __syncthreads_or(int own) { return !__syncthreads_and(!own); }
 inline void __syncwarp(unsigned = ~0u) { emulator::meet(emulator::warp()); }
-inline void __threadfence() {}
-inline void __threadfence_block() {}
 
 template <typename T> T __shfl_sync(unsigned, T value, int lane) {
     return static_cast<T>(emulator::exchange(static_cast<unsigned>(value))[lane & 31]);
@@ -188,7 +188,6 @@ inline unsigned __ballot_sync(unsigned, bool own) {
     for (unsigned bit : emulator::exchange(own)) all |= bit << lane++;
     return all;
 }
-inline bool __any_sync(unsigned mask, bool own) { return __ballot_sync(mask, own) != 0; }
 inline unsigned __reduce_min_sync(unsigned, unsigned own) {
     const auto all = emulator::exchange(own);
     return *std::min_element(all.begin(), all.end());
@@ -229,7 +228,7 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 // PTX ------------------------------------------------------------------------------------------------
 // Its wrappers are assembler; the ones a kernel may use here are named anew and written out.
 
-#define prefetch_l2 ptx_prefetch_l2
+#define prefetch_global_l2 ptx_prefetch_global_l2
 #define cp_async_4 ptx_cp_async_4
 #define cp_async_wait_all ptx_cp_async_wait_all
 #define mma_and_popc ptx_mma_and_popc
@@ -238,7 +237,7 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 #define mbarrier_wait ptx_mbarrier_wait
 #define cvt_f16x2_e4m3x2 ptx_cvt_f16x2_e4m3x2
 #include "ptx.cuh"
-#undef prefetch_l2
+#undef prefetch_global_l2
 #undef cp_async_4
 #undef cp_async_wait_all
 #undef mma_and_popc
@@ -251,11 +250,17 @@ inline uint32_t cvt_f16x2_e4m3x2(uint16_t packed) {
     return to_f16(from_e4m3(packed & 0xff)) | static_cast<uint32_t>(to_f16(from_e4m3(packed >> 8))) << 16;
 }
 
-inline void prefetch_l2(const void*) {}
+inline void prefetch_global_l2(const void*) {}
+/// Copies land as late as they may: when they are waited for.
 inline void cp_async_4(uint32_t smem, const void* global) {
-    std::memcpy(reinterpret_cast<char*>(dynamic) + smem, global, 4);
+    emulator::fibers[emulator::current].copies.push_back(
+        [=] { std::memcpy(reinterpret_cast<char*>(dynamic) + smem, global, 4); });
 }
-inline void cp_async_wait_all() {}
+inline void cp_async_wait_all() {
+    auto& copies = emulator::fibers[emulator::current].copies;
+    for (const auto& copy : copies) copy();
+    copies.clear();
+}
 
 inline void mma_and_popc(unsigned (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     std::vector<unsigned> rows[4], columns[2];

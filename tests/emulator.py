@@ -20,6 +20,7 @@ from pwbench.kernels import source_dir
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 SHARED_BYTES = 1 << 18
+UNTOUCHED = 0x5A
 
 
 class Emulated:
@@ -28,10 +29,18 @@ class Emulated:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def launch(self, entry: str, grid: int, block: int, *params: np.ndarray) -> None:
-        """Run ``entry`` on ``grid`` blocks; ``params``: one packed struct an argument, of host pointers."""
+    def launch(
+        self, entry: str, grid: int, block: int, *params: np.ndarray, shared: int = SHARED_BYTES
+    ) -> None:
+        """Run ``entry`` on ``grid`` blocks; ``params``: one packed struct an argument, of host pointers.
+        No block may write past ``shared`` bytes of dynamic shared memory."""
+        self._library.shared_memory.restype = ctypes.c_void_p
+        memory = (ctypes.c_ubyte * SHARED_BYTES).from_address(self._library.shared_memory())
+        rest = np.frombuffer(memory, np.uint8)[shared:]
+        rest[:] = UNTOUCHED
         arguments = (ctypes.c_void_p * len(params))(*(p.ctypes.data for p in params))
         getattr(self._library, f"launch_{entry}")(ctypes.c_uint(grid), ctypes.c_uint(block), arguments)
+        assert (rest == UNTOUCHED).all(), f"{entry} wrote past its {shared} bytes of shared memory"
 
 
 def compile_for_cpu(
@@ -47,6 +56,7 @@ def compile_for_cpu(
     text = f'#include "{HEADER}"\n#include "{source_dir() / source}"\n'
     text += f"thread_local uint4 dynamic[{SHARED_BYTES // 16}];\n#define EXPORT "
     text += 'extern "C" __attribute__((visibility("default")))\n'
+    text += "EXPORT void* shared_memory() { return dynamic; }\n"
     for entry, structs in entries.items():
         arguments = ", ".join(f"*static_cast<const {s}*>(arguments[{i}])" for i, s in enumerate(structs))
         text += (

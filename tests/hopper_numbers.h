@@ -22,14 +22,10 @@ inline uint32_t cvt_e4m3x4(float x0, float x1, float x2, float x3) {
 template <typename Of> uint32_t by_halves(uint32_t a, uint32_t b, uint32_t c, Of of) {
     return of(a & 0xffff, b & 0xffff, c & 0xffff) | static_cast<uint32_t>(of(a >> 16, b >> 16, c >> 16)) << 16;
 }
-inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
-    return by_halves(a, b, c, [](uint16_t x, uint16_t y, uint16_t z) {
-        return to_f16(static_cast<double>(from_f16(x)) * from_f16(y) + from_f16(z));
-    });
-}
 inline uint32_t fma_relu_f16x2(uint32_t a, uint32_t b, uint32_t c) {
-    return by_halves(fma_f16x2(a, b, c), 0, 0, [](uint16_t x, uint16_t, uint16_t) -> uint16_t {
-        return x & 0x8000 ? 0 : x;  // NaN is positive
+    return by_halves(a, b, c, [](uint16_t x, uint16_t y, uint16_t z) -> uint16_t {
+        const uint16_t sum = to_f16(static_cast<double>(from_f16(x)) * from_f16(y) + from_f16(z));
+        return sum & 0x8000 ? 0 : sum;  // NaN is positive
     });
 }
 inline uint32_t add_f16x2(uint32_t a, uint32_t b) {

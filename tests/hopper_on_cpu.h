@@ -77,7 +77,6 @@ inline unsigned __ballot_sync(unsigned, bool own) {
     });
 }
 inline bool __all_sync(unsigned mask, bool own) { return __ballot_sync(mask, own) == 0xffffffffu; }
-inline bool __any_sync(unsigned mask, bool own) { return __ballot_sync(mask, own) != 0; }
 inline int __reduce_min_sync(unsigned, int own) {
     return emulator::exchange(own, [](int* all, int) { return *std::min_element(all, all + 32); });
 }

@@ -29,8 +29,10 @@ constexpr int CODES = 8;             // e4m3 codes to a factor of two
 // them 130 instructions, which the other warps wait for.
 constexpr float CODE_OF_REFERENCE = 56 + 4 * CODES;
 constexpr uint32_t LARGEST_CODE = 0x57c8;            // 124.5 in f16: what rounds to less than 448 in e4m3
-constexpr float LARGEST_OFFSET = 60000;              // in f16's range; logits 7500 octaves from zero are equal to fast
-constexpr uint32_t PAIR_OF_1024 = 0x64006400;            // f16 counts in ones from here to 2048
+// In f16's range. Logits further than 7500 octaves above zero are equal to fast; a row of none but such below it comes
+// out as if nothing were selected.
+constexpr float LARGEST_OFFSET = 60000;
+constexpr uint32_t PAIR_OF_1024 = 0x64006400;        // f16 counts in ones from here to 2048
 constexpr uint32_t NAN_PAIR = 0x7fff7fff;
 
 /// Scale of a Q row for f16 scores, and codes per unit of score, twice.
@@ -117,8 +119,9 @@ __device__ __forceinline__ uint32_t codes_of(const Rows& rows, uint32_t scores, 
 /// Whether both codes of a pair stay below e4m3's largest number; NaN does not.
 __device__ __forceinline__ bool fit(uint32_t codes) { return both_at_most(codes, LARGEST_CODE); }
 
-/// Lowers scores that are too far from zero for an offset in f16 to bring them below 448; NaN stays.
-__device__ __forceinline__ void bound_scores(const Rows& rows, uint32_t (&scores)[HALF_SCORES], const uint32_t (&largest)[2]) {
+/// Lowers scores that are too far above zero for an offset in f16 to bring them below 448; NaN stays.
+__device__ __forceinline__ void bound_scores(const Rows& rows, uint32_t (&scores)[HALF_SCORES],
+                                             const uint32_t (&largest)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (fit(codes_of(rows, largest[i], i))) continue;

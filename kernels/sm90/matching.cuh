@@ -1,7 +1,7 @@
 // The search by matching: pwbench.grouping.match, bit for bit. Rows are paired so that partners share many pages,
 // then the pairs so, then the quads. Each time STARTS arrangements of pairs are improved by exchange side by side,
 // each by a part of a warp that keeps it in registers, and the one that shares the most pages is kept. There is no
-// serial chain of picks and no barrier among the meetings: one costs a shuffle and a table look-up.
+// serial chain of picks and no barrier among the meetings: one costs a shuffle of a pair and four table look-ups.
 //
 // What an item selected is a row of bits, one a local page, so that the tensor core counts what any two share.
 // NOTE: one code for the three levels: a launch comes with nothing in the instruction cache.
@@ -9,20 +9,19 @@
 
 #include "window.cuh"
 
-#ifndef SWEEPS
-#define SWEEPS 1  // times that all pairs meet: MATCHING_SWEEPS of the oracle
-#endif
-#ifndef MATCHING_STARTS
-#define MATCHING_STARTS 8
-#endif
 static_assert(WINDOW <= 64, "rows of a window that one block pairs up");
 
-constexpr int STARTS = MATCHING_STARTS;  // arrangements that are improved side by side, as many as the oracle's
-constexpr int LEVELS = 3;                // rows, pairs, quads
-constexpr int REACH = 32;                // items that may become partners: rows of half a window, all pairs, all quads
-constexpr int EMITTERS = BLOCK / 32;     // warps that turn groups into tasks
+// SWEEPS, STARTS and REACH are the oracle's.
+constexpr int SWEEPS = 1;                  // times that all pairs meet
+constexpr int STARTS_SHIFT = 3;
+constexpr int STARTS = 1 << STARTS_SHIFT;  // arrangements that are improved side by side
+constexpr int REACH = 32;                  // items that may become partners: rows of half a window, all pairs, all quads
+constexpr int LEVELS = 3;                  // rows, pairs, quads
+constexpr int EMITTERS = BLOCK / 32;       // warps that turn groups into tasks
 constexpr int BITS_STRIDE = WINDOW_PAGES / 32 + 4;  // words; eight rows that are read together meet no bank twice
-constexpr unsigned ABSENT_OVERLAP = 127; // of pairs past the window's last: more than any exchange offers
+// Of pairs past the window's last. Their second item is no whole quad, so that an exchange with a pair that exists offers
+// at most 64 + 48 pages.
+constexpr unsigned ABSENT_OVERLAP = 127;
 static_assert(COLUMNS == 2 * REACH, "two stretches of rows");
 static_assert(STARTS * REACH / 8 % 32 == 0, "whole warps arrange quads");
 
@@ -51,7 +50,9 @@ struct WindowScratch : WindowPages {
             if (page >= 0) atomicOr(&bits[query][page / 32], 1u << page % 32);
     }
 
-    __device__ __forceinline__ void fetch_row(int page, const int* entry) { cp_async_4(smem_address(&physical[page]), entry); }
+    __device__ __forceinline__ void fetch_row(int page, const int* entry) {
+        cp_async_4(smem_address(&physical[page]), entry);
+    }
     __device__ __forceinline__ int row_of(int page, const int*) const { return physical[page]; }
 
     /// Which of a task's slots selected each page, and what tiles that costs. Absent slots have no bits.
@@ -97,7 +98,8 @@ static_assert(sizeof(WindowScratch) <= COLUMNS * 448, "as the host reckons it");
 
 /// Pages that each two items of a level share that are in reach of each other: its bits times themselves.
 __device__ __forceinline__ void count_shared(WindowScratch& scratch, int level, int warp) {
-    const int tiles = level == LEVELS - 1 ? 2 : 16 >> level;  // 16 items by 8, of two rows of tiles a stretch or, at last, one
+    // Tiles are 16 items by 8: two rows of four tiles a stretch, or of the quads one row of two.
+    const int tiles = level == LEVELS - 1 ? 2 : 16 >> level;
     const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const unsigned (*bits)[BITS_STRIDE] = scratch.bits_of(level);
 #pragma unroll 1
@@ -157,12 +159,12 @@ struct Seat {
         start = threadIdx.x >> shift & (STARTS - 1);
         stretch = threadIdx.x >> shift >> STARTS_SHIFT;
     }
-    static constexpr int STARTS_SHIFT = 3;
-    static_assert(STARTS == 1 << STARTS_SHIFT, "as shifted");
 };
 
 /// Pairs of one stretch, of a level's first `pairs`.
-__device__ __forceinline__ int pairs_in(int stretch, int pairs) { return min(max(pairs - stretch * (REACH / 2), 0), REACH / 2); }
+__device__ __forceinline__ int pairs_in(int stretch, int pairs) {
+    return min(max(pairs - stretch * (REACH / 2), 0), REACH / 2);
+}
 
 /// Improves STARTS arrangements of every stretch of a level, of which the first `pairs` pairs exist. A thread holds two
 /// pairs, x and y. See _Arrangements in pwbench/grouping.py for who meets when.

@@ -143,8 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fence_mbarrier_init();
     }
 #if !ACCURATE
-    for (int at = threadIdx.x * 4; at < STAGES * ONES_BYTES; at += THREADS * 4)
-        *reinterpret_cast<uint32_t*>(shared.stage(at / ONES_BYTES) + KEYS_BYTES + VALUES_BYTES + at % ONES_BYTES) = 0x38383838;
+    for (int at = threadIdx.x * 4; at < STAGES * ONES_BYTES; at += THREADS * 4) {
+        uint8_t* ones = shared.stage(at / ONES_BYTES) + KEYS_BYTES + VALUES_BYTES;
+        *reinterpret_cast<uint32_t*>(ones + at % ONES_BYTES) = 0x38383838;
+    }
     fence_proxy_async_shared();
 #endif
     __syncthreads();

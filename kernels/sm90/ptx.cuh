@@ -186,8 +186,10 @@ __device__ __forceinline__ void cp_async_bulk_multicast(uint32_t smem, const voi
         : "memory");
 }
 
-/// Brings `bytes` contiguous bytes of global memory into L2, ahead of their use.
-__device__ __forceinline__ void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+/// Brings a cache line of global memory into L2, ahead of its use.
+__device__ __forceinline__ void prefetch_global_l2(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
 
 /// Copies four bytes to shared memory behind the thread's back, until it waits for them.
 __device__ __forceinline__ void cp_async_4(uint32_t smem, const void* global) {
@@ -196,6 +198,7 @@ __device__ __forceinline__ void cp_async_4(uint32_t smem, const void* global) {
 
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+/// Brings `bytes` contiguous bytes of global memory into L2, ahead of their use.
 __device__ __forceinline__ void cp_async_bulk_prefetch_l2(const void* global, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
@@ -241,14 +244,7 @@ __device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
     return x;
 }
 
-/// Packed f16 arithmetic, lane by lane of the pair.
-__device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-
-/// The same, with 0 for what is negative; NaN comes out as 0x7fff.
+/// a * b + c of packed f16, with 0 for what is negative; NaN comes out as 0x7fff.
 __device__ __forceinline__ uint32_t fma_relu_f16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
     asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));

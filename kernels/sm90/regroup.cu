@@ -54,7 +54,8 @@ __device__ __forceinline__ void emit_task(const PrepareParams& params, const Win
     }
 }
 
-/// Marks the tasks that a head has room for and no query needs, by the warps that a serial search leaves idle.
+/// Marks the tasks that a head has room for and no query needs, by the warps that a serial search leaves idle or,
+/// after the one by matching, by all.
 __device__ __forceinline__ void clear_unused_tasks(const PrepareParams& params, int head, int used) {
     for (int task = used + threadIdx.x - BUSY; task < params.tasks_per_head; task += BLOCK - BUSY) {
         TaskRecord& record = params.task_records[head * params.tasks_per_head + task];

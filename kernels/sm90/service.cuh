@@ -29,13 +29,14 @@ __device__ __forceinline__ void list_steps(const Shared& shared, int buffer, int
 __device__ __forceinline__ void prefetch_queries(const AttentionParams& params, uint32_t word) {
     constexpr int BYTES = GROUP_HEADS * HEAD_DIM * 2;
     const int lane = threadIdx.x & 31;
-    const int head = __shfl_sync(0xffffffff, word, 2), query = __shfl_sync(0xffffffff, word, (FIRST_SLOT_WORD + 2 * lane) & 31);
+    const int head = __shfl_sync(0xffffffff, word, 2);
+    const int query = __shfl_sync(0xffffffff, word, (FIRST_SLOT_WORD + 2 * lane) & 31);
     if (lane < WARPGROUPS * TILE_QUERIES && query >= 0)
         cp_async_bulk_prefetch_l2(params.q + query * params.query_bytes + head * BYTES, BYTES);
 }
 
-// A task's walk begins with its last page, unless its first query sees fewer tokens of it than this: the largest of few
-// logits says too little of those to come.
+// A task's walk begins with its last page, unless its first query sees fewer tokens than this of the page where the query
+// that sees most stands, as a rule the last: the largest of few logits says too little of those to come.
 constexpr int TOKENS_TO_BEGIN_WITH = 32;
 
 /// Where in its walk a task's page stands, by ascending logical id: from the last page to the first, since a query attends
@@ -47,13 +48,17 @@ struct WalkOrder {
     /// A lane holds word `lane` of the task's record.
     __device__ __forceinline__ explicit WalkOrder(uint32_t record_word) {
         const int lane = threadIdx.x & 31, word = static_cast<int>(record_word);
-        const bool visible = lane % 2 == 1 && lane >= FIRST_SLOT_WORD && lane < FIRST_SLOT_WORD + 2 * WARPGROUPS * TILE_QUERIES;
-        const int most = __reduce_max_sync(0xffffffff, visible ? word : 0), first = __shfl_sync(0xffffffff, word, FIRST_SLOT_WORD + 1);
+        constexpr int PAST_SLOTS = FIRST_SLOT_WORD + 2 * WARPGROUPS * TILE_QUERIES;
+        const bool visible = lane % 2 == 1 && lane >= FIRST_SLOT_WORD && lane < PAST_SLOTS;
+        const int most = __reduce_max_sync(0xffffffff, visible ? word : 0);
+        const int first = __shfl_sync(0xffffffff, word, FIRST_SLOT_WORD + 1);
         last = __shfl_sync(0xffffffff, word, 0) - 1;
         swapped = last > 0 && first - (most - 1) / PAGE * PAGE < TOKENS_TO_BEGIN_WITH;
     }
 
-    __device__ __forceinline__ int place_of(int page) const { return last - page < 2 ? (last - page) ^ swapped : last - page; }
+    __device__ __forceinline__ int place_of(int page) const {
+        return last - page < 2 ? (last - page) ^ swapped : last - page;
+    }
 };
 
 /// Takes tasks from the queue, those with most work first, and publishes each with its page lists, as far

@@ -132,8 +132,10 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     uint32_t* row_factor = reinterpret_cast<uint32_t*>(dynamic + FACTOR_OFFSET);
     load_query(q_tile, row_factor, params.q, params.query_bytes, query, head, warp, params.scale_log2);
 #if !ACCURATE
-    for (int at = threadIdx.x * 4; at < STAGES * ONES_BYTES; at += THREADS * 4)
-        *reinterpret_cast<uint32_t*>(dynamic + at / ONES_BYTES * SLOT_BYTES + KEYS_BYTES + VALUES_BYTES + at % ONES_BYTES) = 0x38383838;
+    for (int at = threadIdx.x * 4; at < STAGES * ONES_BYTES; at += THREADS * 4) {
+        uint8_t* ones = dynamic + at / ONES_BYTES * SLOT_BYTES + KEYS_BYTES + VALUES_BYTES;
+        *reinterpret_cast<uint32_t*>(ones + at % ONES_BYTES) = 0x38383838;
+    }
 #endif
     fence_proxy_async_shared();
     __syncthreads();

@@ -74,8 +74,9 @@ __device__ __forceinline__ Window find_window(const RegroupParams& params, const
 __device__ __forceinline__ void prefetch_window(const RegroupParams& params, const HeadWindow& at) {
     const int row = at.index * WINDOW + 2 * static_cast<int>(threadIdx.x);
     if (threadIdx.x >= WINDOW / 2 || row >= params.total_q) return;
-    prefetch_l2(params.topk + (static_cast<int64_t>(at.head) * params.total_q + row) * TOPK);  // two rows of ids are 128 bytes
-    if (threadIdx.x % 16 == 0) prefetch_l2(params.positions + row);
+    // A line of 128 bytes: two rows of ids, or 32 positions.
+    prefetch_global_l2(params.topk + (static_cast<int64_t>(at.head) * params.total_q + row) * TOPK);
+    if (threadIdx.x % 16 == 0) prefetch_global_l2(params.positions + row);
 }
 
 /// Ranks the window's pages and tells `scratch` of them: clear() while the ids are on their way; then select(query,

@@ -332,3 +332,19 @@ def test_any_warp_may_be_outrun_by_the_others(program, design, name) -> None:
     first = attention.run(blocks=1)
     for warp in range(kind.threads // 32):
         assert torch.equal(attention.run(blocks=1, seed=warp, laggard=warp), first)
+
+
+@pytest.mark.parametrize("gain", [1000, -1000])
+def test_logits_of_sixteen_thousand_octaves(program, design, gain) -> None:
+    """All alike, so that the output is the mean of V. At ``fast`` no offset in f16 lifts a row so far below
+    zero: it comes out as if nothing were selected."""
+    kind, precision = design
+    call = make_call(15, (9,), (300,), selection="identical", poison="none")
+    call.q[:] = gain
+    call.k.copy_(torch.ones(call.k.shape).to(call.k.dtype))
+    assert abs(gain) * HEAD_DIM * call.softmax_scale * math.log2(math.e) > 16_000
+    out = Attention(program(kind), kind, call, Tasks.of(call, kind.queries, straight(call))).run()
+    if precision == "fast" and gain < 0:
+        assert bool((out == 0).all())
+    else:
+        assert compare(out, attend(call)).rel_l2 < LIMIT[precision]

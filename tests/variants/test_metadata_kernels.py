@@ -90,7 +90,8 @@ class Run:
         return unions_of(self.tasks, self.pages)
 
     def regroup(self) -> np.ndarray:
-        self._search().launch("regroup", self.plan.windows, BLOCK, self._regroup_params())
+        shared = self.plan.regroup_shared
+        self._search().launch("regroup", self.plan.windows, BLOCK, self._regroup_params(), shared=shared)
         return self.order
 
     def regroup_bitmap(self) -> None:
@@ -102,14 +103,17 @@ class Run:
 
     def plan_and_pack(self) -> None:
         params = (self._regroup_params(), self._prepare_params(None), self._pack_params())
-        self._search().launch("plan_and_pack", self.plan.windows + self.packers, BLOCK, *params)
+        blocks, shared = self.plan.windows + self.packers, self.plan.regroup_shared
+        self._search().launch("plan_and_pack", blocks, BLOCK, *params, shared=shared)
 
     def prepare(self, order: np.ndarray | None = None) -> None:
-        self._lists().launch("prepare", self.plan.tasks, BLOCK, self._prepare_params(order))
+        params, shared = self._prepare_params(order), self.plan.prepare_shared
+        self._lists().launch("prepare", self.plan.tasks, BLOCK, params, shared=shared)
 
     def prepare_and_pack(self) -> None:
         params = (self._prepare_params(None), self._pack_params())
-        self._lists().launch("prepare_and_pack", self.plan.tasks + self.packers, BLOCK, *params)
+        blocks, shared = self.plan.tasks + self.packers, self.plan.prepare_shared
+        self._lists().launch("prepare_and_pack", blocks, BLOCK, *params, shared=shared)
 
     def pack_values(self) -> None:
         entries = {"pack_values": ["PackParams"], "pack_selected": ["PackParams", "Selection"]}
@@ -414,6 +418,37 @@ def test_search_by_matching_of_any_ids_is_its_oracle(folder: Path, seed: int, wi
     run.plan_and_pack()
     np.testing.assert_array_equal(run.order, matched(call, window))
     assert_same(run.unions, oracle_unions(call, run.order, 8))
+    assert_task_order(run)
+
+
+@pytest.mark.parametrize(("queries", "window"), [(8, 8), (12, 36), (16, 64)])
+def test_search_by_matching_fills_tasks_of_any_whole_quads(folder: Path, queries: int, window: int) -> None:
+    call = make_call(queries, (131, 0, 9), (5000, 0, 900), kv_heads=4, selection="local")
+    run = Run(folder, call, queries, window, 4, matching=True)
+    run.plan_and_pack()
+    np.testing.assert_array_equal(run.order, matched(call, window))
+    assert_same(run.unions, oracle_unions(call, run.order, queries))
+    assert_records(run, run.order)
+    assert_task_order(run)
+
+
+@pytest.mark.parametrize("pages", [1, 31, 32, 33, 8192, 8193, 65535, 65536])
+@pytest.mark.parametrize("entry", ["matching", "greedy", "prepare"])
+def test_page_tables_of_any_width_are_listed_to_the_last_page(folder: Path, entry: str, pages: int) -> None:
+    """A word of the bitmap that is not full, a thread that ranks more than one, and ids of all 16 bits."""
+    call = far_into(make_call(pages, (75,), selection="random"), tokens=pages * PAGE)
+    call.topk[0, ::2, 3] = pages - 1
+    assert call.page_table.shape[1] == pages and (supports(call)[0] == pages - 1).any()
+    run = Run(folder, call, 8, 64, 4, matching=entry == "matching")
+    expected = identity_order(1, 75)
+    if entry == "prepare":
+        run.prepare()
+    else:
+        expected = matched(call) if entry == "matching" else greedy(call, 64, 4)
+        run.plan_and_pack()
+        np.testing.assert_array_equal(run.order, expected)
+    assert_same(run.unions, oracle_unions(call, expected, 8))
+    assert_records(run, expected)
     assert_task_order(run)
 
 
