@@ -15,7 +15,7 @@ from tests.gpu.cases import mild
 from tests.gpu.harness import DEVICE, PEERS, check, gpu, prepare, run, same
 
 ITS_OWN = 5e-3
-"""rel-L2 that a baseline may have: twice what pwbench allows its own kernels, for theirs are not ours to mend."""
+"""rel-L2 that a baseline may have: twice what pwbench allows its own kernels; theirs are not ours to mend."""
 
 pytestmark = gpu
 
