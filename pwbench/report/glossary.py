@@ -135,8 +135,15 @@ _WORDS = (
         "fast, accurate, its own",
         r"\b(fast|accurate)\b",
         "Precisions of pwbench's kernels: fast computes with queries and probabilities in 8 bits, "
-        f"accurate keeps rel-L2 within {error(ACCURATE)}. Other libraries have one precision, their "
-        "own, and no such limit.",
+        f"accurate keeps rel-L2 within {error(ACCURATE)} on seeded tensors. Other libraries have one "
+        "precision, their own, and no such limit.",
+    ),
+    (
+        "seeded, the model's own",
+        r"\bseeded\b",
+        "The values of Q, K and V: random ones from a seed, on which the limits of precision are meant; or "
+        "those that the model computed, whose errors are others and have no limit. The pages that were "
+        "selected are the capture's in both.",
     ),
     (
         "roofline",

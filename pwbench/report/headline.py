@@ -230,6 +230,8 @@ def _how_accurate(scope: Scope, best: Contender) -> str:
     text += ", against a reference on the same FP8 cache, each the worst of its captures."
     if all(row["tensors"] == "seeded" for row in scope.rows_of(best)):
         text += " Q and KV were seeded random values, not the model's own."
+    elif all(row["tensors"] == "stored" for row in scope.rows_of(best)):
+        text += " Q and KV were the model's own values, on which no limit is meant."
     cache = worst(scope.rows_of(best), "fp8_cache_rel_l2")
     if cache is not None:
         text += f" Storing K and V in FP8 alone costs {error(cache)}."
@@ -240,7 +242,7 @@ def _how_accurate(scope: Scope, best: Contender) -> str:
 
 def _whose_limit(scope: Scope) -> str:
     """What the limit of `ACCURATE` is, and that a baseline with one precision is not bound by it."""
-    text = f" The limit of {error(ACCURATE)} is pwbench's own, for its kernels at accurate."
+    text = f" The limit of {error(ACCURATE)} is pwbench's own, for its kernels at accurate on seeded tensors."
     if scope.baseline in ONE_PRECISION:
         text += f" {scope.baseline} has one precision, its own, and keeps or breaks no limit."
     return text

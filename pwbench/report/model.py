@@ -69,6 +69,11 @@ class Scope:
         )
 
     @cached_property
+    def tensors(self) -> list[str]:
+        """The kinds of tensors that the current rows were measured on."""
+        return sorted({str(row["tensors"]) for row in self.cells.values() if row["tensors"]})
+
+    @cached_property
     def captures(self) -> list[str]:
         """Captures with an ok row, short contexts first."""
         context = {capture: row.get("context") or 0 for (_, capture), row in self.cells.items()}

@@ -346,6 +346,28 @@ def test_errors_on_real_values_stand_below_what_the_fp8_cache_costs(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("current", ["seeded", "stored"])
+def test_errors_on_both_kinds_of_tensors_stand_apart_and_the_headlines_kind_is_named(current, tmp_path):
+    errors = {("seeded", "fast"): 5e-2, ("stored", "fast"): 4e-2}
+    errors |= {("seeded", "accurate"): 1.8e-3, ("stored", "accurate"): 3.9e-3}
+    rows = [
+        row("union8", c, rel_l2=e, precision=p, tensors=kind) for c in TWO for (kind, p), e in errors.items()
+    ]
+    rows += [row("pageweaver", c, rel_l2=7e-2, tensors=current) for c in TWO]
+    scope = report_of(tmp_path, rows).scopes[0]
+    table = tables.accuracy(None, scope)
+    found = {(cells[0], cells[1], cells[2]): cells[3] for cells in table.rows}
+    names = {"seeded": "seeded", "stored": "the model's own"}
+    for (kind, precision), value in errors.items():
+        assert found[names[kind], "union8", precision] == f"{value:.1e}".replace("e-0", "e-")
+    kinds = [cells[0] for cells in table.rows]
+    assert kinds[0] == names[current] and len(table.breaks) == 2
+    assert kinds == sorted(kinds, key=kinds.index), "each kind in one block"
+    assert ("pageweaver" in {c[1] for c in table.rows if c[0] == names[current]}) and len(found) == 5
+    assert any(f"are of rows on tensors: {names[current]}." in note for note in table.notes)
+    assert any("accurate, 2.5e-3, is meant on seeded tensors" in note for note in table.notes)
+
+
 def test_sweeps_and_shapes_are_made_up(tmp_path):
     rows = [row(suite=name) for name in ("shapes", "affinity", "six")]
     assert [s.suite for s in report_of(tmp_path, rows).scopes if not s.synthetic] == ["six"]

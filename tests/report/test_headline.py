@@ -115,6 +115,8 @@ def test_where_nothing_is_as_exact_the_answer_tells_not_measured_from_too_inexac
 def test_seeded_tensors_are_admitted_and_only_they(kind, tmp_path):
     text = dict(said(tmp_path, peer(tensors=kind), row("union8", tensors=kind)).facts)["At what accuracy?"]
     assert ("Q and KV were seeded random values, not the model's own." in text) == (kind == "seeded")
+    assert ("Q and KV were the model's own values" in text) == (kind == "stored")
+    assert "for its kernels at accurate on seeded tensors." in text
 
 
 def test_why_uses_the_headlines_own_mean(tmp_path):
