@@ -21,6 +21,7 @@ from pwbench.report.contenders import Contender, Gain
 from pwbench.report.drawing import TOKEN
 from pwbench.report.model import Scope
 from pwbench.report.reach import binding_terms
+from pwbench.report.tables import ELSEWHERE
 from pwbench.results import STAGES
 
 
@@ -78,6 +79,7 @@ def stages(scope: Scope, capture: str) -> str:
         for place, (contender, row) in enumerate(shown):
             ratio = scope.speedups.get((contender, capture))
             value = f"{write(row['complete_us'])} {unit}" + (f"  {times(ratio.value)}" if ratio else "")
+            value += ELSEWHERE if scope.elsewhere(contender, capture) else ""
             drawing.label(axes, place, scope.named(contender), value)
             left = 0.0
             for name in (*STAGES, "gap"):

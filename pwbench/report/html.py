@@ -47,6 +47,12 @@ class Part:
     ceilings_source: str = ""
 
     @property
+    def elsewhere(self) -> str:
+        """What the mark beside some speed-ups means, empty where none has it."""
+        marked = any(self.scope.elsewhere(*key) for key in self.scope.speedups if key[0] in self.scope.shown)
+        return tables.elsewhere_note(self.scope) if marked else ""
+
+    @property
     def one_precision(self) -> bool:
         """Whether the baseline has one arithmetic only."""
         return self.scope.baseline in ONE_PRECISION

@@ -201,6 +201,15 @@ class Scope:
             default=None,
         )
 
+    def elsewhere(self, contender: Contender, capture: str) -> bool:
+        """Whether the speed-up is over another row of the baseline than the one that is shown, so that the
+        printed times do not give it."""
+        if (contender, capture) not in self.speedups:
+            return False
+        base = self.base_row(contender, capture)
+        shown = [row for (c, where), row in self.cells.items() if where == capture and c in self.shown]
+        return not any(row is base for row in shown)
+
     def baseline_precision(self, wanted: str) -> str | None:
         """The precision of the baseline that ``wanted`` is compared with: the same, or its only one."""
         have = {c.precision for c, _ in self.cells if c.variant == self.baseline}

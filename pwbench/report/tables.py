@@ -109,6 +109,7 @@ def details(report: Report, scope: Scope) -> Table:
         ["capture", "variant", "precision", "speed-up", *stages, "rel-L2", "union pages"],
         text=(0, 1, 2),
     )
+    marked = False
     for capture in scope.captures:
         table.breaks.add(len(table.rows))
         for contender in scope.shown:
@@ -116,18 +117,34 @@ def details(report: Report, scope: Scope) -> Table:
             if row is None:
                 continue
             ratio = scope.speedups.get((contender, capture))
+            elsewhere = scope.elsewhere(contender, capture)
+            marked |= elsewhere
             table.rows.append(
                 [
                     capture,
                     contender.label,
                     scope.precision_of(contender),
-                    times(ratio.value if ratio else None),
+                    times(ratio.value if ratio else None) + (ELSEWHERE if elsewhere else ""),
                     *(write(row[f"{name}_us"]) for name in ("complete", *STAGES, "gap")),
                     error(row["rel_l2"]),
                     count(row["union_pages"]),
                 ]
             )
+    if marked:
+        table.notes.append(elsewhere_note(scope))
     return table.without_empty_columns()
+
+
+ELSEWHERE = "\N{DAGGER}"
+"""Marks a speed-up over a row of the baseline that is not shown."""
+
+
+def elsewhere_note(scope: Scope) -> str:
+    """What `ELSEWHERE` means."""
+    return (
+        f"{ELSEWHERE} over another run of {scope.baseline} than the one whose time is shown (beside this "
+        "variant in its own session, or beside its precision), so that the times here do not give it."
+    )
 
 
 def split(report: Report, scope: Scope) -> Table:

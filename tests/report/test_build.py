@@ -110,7 +110,7 @@ def test_rows_of_different_sessions_are_compared_unpaired_with_a_warning(tmp_pat
     report = report_of(tmp_path, [row("flashinfer", complete_us=200), row("union8", session="another")])
     assert not next(iter(report.scopes[0].speedups.values())).paired or len(report.scopes[0].speedups) == 2
     assert report.scopes[0].speedups[Contender("union8", "fast", None), "code-8k"].paired is False
-    assert any("compare rows of different sessions" in warning for warning in report.warnings)
+    assert any("compare rows of two different sessions" in warning for warning in report.warnings)
 
 
 def test_a_partner_of_the_same_session_is_preferred_to_a_newer_one(tmp_path):
@@ -344,6 +344,63 @@ def test_errors_on_real_values_stand_below_what_the_fp8_cache_costs(tmp_path):
         ["union8", "fast", "2.1e-2", "2.1e-2"],
         ["union8", "accurate", "1.8e-3", "1.8e-3"],
     ]
+
+
+@pytest.mark.parametrize("same", ["commit", "tensors", "tables_sha256", None])
+def test_a_row_that_took_turns_with_the_baseline_stands_for_an_equivalent_newer_one(same, tmp_path):
+    change = {} if same is None else {same: "stored" if same == "tensors" else "other"}
+    newer = [row("union8", complete_us=80, **{**LATER, **change})]
+    if same == "tensors":
+        newer += [row("page-union", **LATER, **change), row("triton", **LATER, **change)]
+    rows = [row("flashinfer", complete_us=200), row("union8", complete_us=100), *newer]
+    scope = report_of(tmp_path, rows).scopes[0]
+    shown = scope.cells[Contender("union8", "fast", None), "code-8k"]
+    assert (shown["session"] == "later") == (same is not None), "older code never stands for newer"
+
+
+@pytest.mark.parametrize("others", [(), ("triton", "page-union"), ("triton", "page-union", "reference")])
+def test_which_row_is_compared_does_not_hang_on_what_else_was_measured(others, tmp_path):
+    third = {"session": "third", "created_utc": "2026-04-01T00:00:00+00:00"}
+    rows = [row(v, complete_us=us) for v, us in (("flashinfer", 200), ("union8", 100), ("pageweaver", 50))]
+    rows += [row(v, complete_us=us, **LATER) for v, us in (("flashinfer", 210), ("union8", 101))]
+    rows += [row("union8", complete_us=102, **third)] + [row(v) for v in others]
+    report = report_of(tmp_path, rows)
+    scope = report.scopes[0]
+    sessions = {c.variant: row_["session"] for (c, _), row_ in scope.cells.items()}
+    assert sessions == {"flashinfer": "later", "union8": "later"} | dict.fromkeys(
+        ("pageweaver", *others), rows[0]["session"]
+    )
+    assert all(ratio.paired for ratio in scope.speedups.values())
+    assert not any("different sessions" in warning for warning in report.warnings)
+    elsewhere = {c.variant for c in scope.contenders if scope.elsewhere(c, "code-8k")}
+    assert elsewhere == {"pageweaver", *others}, "their own session's baseline is not the one shown"
+
+
+def test_the_times_printed_give_the_speedup_printed_or_the_row_is_marked(tmp_path):
+    rows = [row("flashinfer", complete_us=200), row("flashinfer", complete_us=230, precision="accurate"),
+            row("union8", complete_us=100), row("union8", complete_us=150, precision="accurate"),
+            row("pageweaver", complete_us=50, **{**LATER, "commit": "other"})]  # fmt: skip
+    report = report_of(tmp_path, rows)
+    table = tables.details(report, report.scopes[0])
+    time = {(c[1], c[2]): float(c[table.columns.index("complete, us")]) for c in table.rows}
+    checked = 0
+    for cells in table.rows:
+        given = time["flashinfer", "its own"] / time[cells[1], cells[2]]
+        if not cells[3].endswith(tables.ELSEWHERE):
+            assert float(cells[3].rstrip("x")) == pytest.approx(given, abs=0.011)
+            checked += 1
+    assert 0 < checked < len(table.rows)
+    assert [tables.ELSEWHERE in note for note in table.notes] == [True]
+
+
+def test_the_caution_on_sessions_names_who_is_compared_across_them(tmp_path):
+    power = {"throttle": "power cap in 3 rounds"}
+    rows = [row("flashinfer", complete_us=200, **power), row("union8", **power),
+            row("pageweaver", complete_us=50, session="another", **power)]  # fmt: skip
+    held, apart = report_of(tmp_path, rows).warnings
+    assert "Variants of one session took turns" in held
+    assert apart.startswith("1 of 3 speed-ups compare rows of two different sessions")
+    assert "(six: pageweaver (fast))" in apart
 
 
 @pytest.mark.parametrize("current", ["seeded", "stored"])
