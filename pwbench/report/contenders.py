@@ -82,6 +82,15 @@ class Gain:
         return None if self.online["window"] is None else int(self.online["window"])
 
     @property
+    def says(self) -> str:
+        """faster, slower, same or unsure: the online path against the original order, by the rule of all
+        verdicts."""
+        rows = (self.original, self.online)
+        same_session = self.original["session"] == self.online["session"]
+        floor = stats.floor_of(*(row.get("noise_floor") for row in rows), same_session=same_session)
+        return stats.verdict(self.online_ratio.inverse(), floor).lower()
+
+    @property
     def net_us(self) -> float:
         """T_original - T_online."""
         return float(self.original["complete_us"] - self.online["complete_us"])
@@ -119,3 +128,9 @@ def samples_of(row: Row) -> Sequence[float]:
 def stage_us(row: Row, name: str) -> float:
     """Median time of a stage, 0 where the variant has none."""
     return float(row.get(f"{name}_us") or 0.0)
+
+
+def shares_pages(row: Row) -> bool:
+    """Whether the row tells how its queries share pages. One that counts every query alone does not: its
+    kernel may share pages in a way of its own."""
+    return bool(row["groups"] and row["union_pages"] and row["groups"] < row["total_q"] * row["kv_heads"])

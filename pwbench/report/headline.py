@@ -10,7 +10,9 @@ from pwbench.report.contenders import (
     DEFAULT_WINDOW,
     ONE_PRECISION,
     Contender,
+    Gain,
     samples_of,
+    shares_pages,
     stage_us,
 )
 from pwbench.report.model import Report, Scope
@@ -175,7 +177,7 @@ def _visits(scope: Scope, pairs: list[tuple[Row, Row]]) -> str:
     alone = sum(row["selected_pages"] for _, row in pairs)
     where = "" if len(pairs) == 1 else ", summed over the captures"
     text = f" Page visits{where}: {visits:,}"
-    if all(_shares_pages(base) for base, _ in pairs):
+    if all(shares_pages(base) for base, _ in pairs):
         theirs = sum(base["union_pages"] for base, _ in pairs)
         return f"{text}, {scope.baseline}'s {theirs:,} ({visits / theirs:.0%})."
     if visits >= alone:
@@ -184,10 +186,6 @@ def _visits(scope: Scope, pairs: list[tuple[Row, Row]]) -> str:
     if str(scope.baseline).startswith("flashinfer"):
         text += f" How many {scope.baseline} makes is not counted: its kernels share pages in their own way."
     return text
-
-
-def _shares_pages(row: Row) -> bool:
-    return bool(row["groups"] and row["union_pages"] and row["groups"] < row["total_q"] * row["kv_heads"])
 
 
 def _roofline(scope: Scope, best: Contender, rows: list[Row]) -> str:
@@ -249,27 +247,43 @@ def _whose_limit(scope: Scope) -> str:
 
 
 def _does_the_search_pay(scope: Scope) -> str:
-    kernels: dict[Contender, list[stats.Ratio]] = {}
+    kernels: dict[Contender, list[Gain]] = {}
     usual = [gain for gain in scope.gains if gain.contender.window in (None, DEFAULT_WINDOW)]
     for gain in usual or scope.gains:
-        kernels.setdefault(gain.contender, []).append(gain.online_ratio)
+        kernels.setdefault(gain.contender, []).append(gain)
     parts = []
-    for contender, ratios in kernels.items():
-        mean = stats.geomean(ratios)
-        lost = sum(r.value < 1 for r in ratios)
+    for contender, gains in kernels.items():
+        mean = stats.geomean([gain.online_ratio for gain in gains])
         net = 1 - 1 / mean.value
         word = "saves" if net >= 0 else "costs"
         kernel = contender.full.replace("-regroup", "")
         part = f"for {kernel} regrouping {word} {abs(net):.1%} of the call, search included"
-        part += f" (it loses on {lost} of {_captures(len(ratios))})" if lost else ""
+        part += _wins_and_losses(gains)
         if contender.fixed_path:
             part += _left_out(scope, contender)
         parts.append(part)
     text = "; ".join(parts)
     doubt = (
-        "" if all(r.enough for ratios in kernels.values() for r in ratios) else " Too few samples to be sure."
+        ""
+        if all(g.online_ratio.enough for gains in kernels.values() for g in gains)
+        else " Too few samples to be sure."
     )
     return text[:1].upper() + text[1:] + "." + doubt if text else ""
+
+
+def _wins_and_losses(gains: list[Gain]) -> str:
+    """On how many captures the search wins and loses beyond the noise; nothing where it wins on all."""
+    verdicts = [gain.says for gain in gains]
+    words = {
+        "faster": "wins on",
+        "slower": "loses on",
+        "same": "makes no difference on",
+        "unsure": "unsure on",
+    }
+    counted = [f"{words[v]} {verdicts.count(v)}" for v in words if v in verdicts]
+    if set(verdicts) == {"faster"}:
+        return ""
+    return f" (of {_captures(len(gains))} it {', '.join(counted)})".replace("it unsure on", "unsure on")
 
 
 def _left_out(scope: Scope, path: Contender) -> str:

@@ -17,7 +17,13 @@ from pwbench.report.cells import (
     with_interval,
     worst,
 )
-from pwbench.report.contenders import ONE_PRECISION, OWN_PRECISION, Contender, contender_of
+from pwbench.report.contenders import (
+    ONE_PRECISION,
+    OWN_PRECISION,
+    Contender,
+    contender_of,
+    shares_pages,
+)
 from pwbench.report.model import Report, Scope
 from pwbench.results import STAGES, Row
 
@@ -275,13 +281,17 @@ def counters(report: Report, scope: Scope) -> Table:
         ],
         text=(0, 2),
     )
+    uncounted: set[str] = set()
     for capture in scope.captures:
         table.breaks.add(len(table.rows))
         shared: dict[tuple[Any, ...], list[str]] = {}
         rows: dict[tuple[Any, ...], Row] = {}
+        alone: list[str] = []
         for contender in scope.shown:
             row = scope.cells.get((contender, capture))
-            if row is not None and row["union_pages"] is not None:
+            if row is not None and row["union_pages"] is not None and not shares_pages(row):
+                alone.append(contender.label)
+            elif row is not None and row["union_pages"] is not None:
                 key = tuple(row[name] for name in (*names, "kv_bytes", "mma_flops"))
                 shared.setdefault(key, []).append(contender.label)
                 rows[key] = row
@@ -301,6 +311,24 @@ def counters(report: Report, scope: Scope) -> Table:
                     else "",
                 ]
             )
+        if alone:
+            uncounted |= set(alone)
+            row = next(
+                r for (_, c), r in scope.cells.items() if c == capture and r["union_pages"] is not None
+            )
+            known = [
+                capture,
+                count(row["context"]),
+                ", ".join(sorted(set(alone))),
+                "",
+                count(row["selected_pages"]),
+            ]
+            table.rows.append([*known, *[""] * (len(table.columns) - len(known))])
+    if uncounted:
+        table.notes.append(
+            f"{', '.join(sorted(uncounted))}: how queries share pages is not counted, so that a row says "
+            "only what was selected."
+        )
     return table
 
 

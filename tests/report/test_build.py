@@ -425,6 +425,18 @@ def test_errors_on_both_kinds_of_tensors_stand_apart_and_the_headlines_kind_is_n
     assert any("accurate, 2.5e-3, is meant on seeded tensors" in note for note in table.notes)
 
 
+@pytest.mark.parametrize("variant", ["flashinfer", "triton", "flashinfer-cake", "pageweaver"])
+def test_counters_of_what_does_not_tell_how_it_shares_are_left_blank(variant, tmp_path):
+    alone = {"groups": 8192, "union_pages": 131072, "subgroup_pages": None}
+    rows = [row("union8", c) for c in TWO] + [row(variant, c, **alone) for c in TWO]
+    table = tables.counters(None, report_of(tmp_path, rows).scopes[0])
+    by = {cells[2]: cells for cells in table.rows}
+    assert all(by["union8"])
+    known = {"capture", "context", "grouping of", "selected pages"}
+    assert {name for name, cell in zip(table.columns, by[variant], strict=True) if cell} == known
+    assert any(note.startswith(f"{variant}: how queries share pages is not counted") for note in table.notes)
+
+
 def test_sweeps_and_shapes_are_made_up(tmp_path):
     rows = [row(suite=name) for name in ("shapes", "affinity", "six")]
     assert [s.suite for s in report_of(tmp_path, rows).scopes if not s.synthetic] == ["six"]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pwbench import results
-from pwbench.report import build
+from pwbench.report import build, studies
 from pwbench.report.headline import headline
 from tests.rows import row
 
@@ -178,7 +178,30 @@ def test_losing_captures_are_counted_when_regrouping_is_judged(tmp_path):
     rows += [row("union8-regroup", "a", complete_us=80), row("union8-regroup", "b", complete_us=104)]
     text = dict(said(tmp_path, *rows).facts)["Does the search pay?"]
     assert "regrouping saves 8." in text or "regrouping saves 9." in text
-    assert "it loses on 1 of 2 captures" in text
+    assert "(of 2 captures it wins on 1, loses on 1)" in text
+
+
+@pytest.mark.parametrize(
+    ("times", "said_of_it"),
+    [
+        ((80, 80), ""),
+        ((80, 100), "(of 2 captures it wins on 1, makes no difference on 1)"),
+        ((104, 104), "(of 2 captures it loses on 2)"),
+        ((80, 100.6), "(of 2 captures it wins on 1, unsure on 1)"),
+    ],
+)
+def test_a_search_wins_and_loses_only_beyond_the_noise(times, said_of_it, tmp_path):
+    rows = [peer(capture=c) for c in "ab"] + [row("union8", c, noise=0.02, seed=3) for c in "ab"]
+    for capture, us in zip("ab", times, strict=True):
+        noise = 0.02 if us == 100.6 else 1e-4
+        same = {"seed": 3, "noise": 0.02} if us == 100 else {"noise": noise}
+        rows.append(row("union8-regroup", capture, complete_us=us, **same))
+    results.write(tmp_path / "rows.parquet", rows)
+    report = build(results.load(tmp_path))
+    text = dict(headline(report, report.scopes[0]).facts)["Does the search pay?"]
+    assert said_of_it in text and ("(of" in text) == bool(said_of_it), text
+    lost = studies.losses(report, report.scopes)
+    assert [c[0] for c in lost.rows] == [f"six/{c}" for c, us in zip("ab", times, strict=True) if us > 101]
 
 
 def test_cpu_times_are_not_sold_as_speed(tmp_path):

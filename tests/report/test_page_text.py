@@ -162,3 +162,9 @@ def test_the_words_at_the_end_are_those_of_the_page(page, tmp_path):
     cpu = {"device": "cpu", "gpu": "Xeon", "mode": "eager"}
     bare = words(page_of(tmp_path, [row("reference", **cpu), row("union8", **cpu)]))
     assert not {"Cake, CuTe union", "cold L2, warm L2", "CUDA graph", "regrouping", "affinity"} & set(bare)
+
+
+def test_the_caption_of_regrouping_says_why_a_diamond_may_lie_beyond_the_bar(page):
+    assert "even beyond the bar of attention, because stages overlap: they are timed apart from the" in seen(
+        page
+    )
