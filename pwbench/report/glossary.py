@@ -139,6 +139,13 @@ _WORDS = (
         "precision, their own, and no such limit.",
     ),
     (
+        "like accuracy",
+        r"\blike accuracy\b",
+        f"About as exact as the baseline: the worst rel-L2 over the captures is at most {error(ACCURATE)}, or "
+        "at most the baseline's own worst on those captures where that is larger. So the limit differs from "
+        "suite to suite.",
+    ),
+    (
         "seeded, the model's own",
         r"\bseeded\b",
         "The values of Q, K and V: random ones from a seed, on which the limits of precision are meant; or "

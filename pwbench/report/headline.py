@@ -82,6 +82,9 @@ def _alike(scope: Scope, best: Contender, rivals: list[Contender]) -> str:
     exact = [c for c in rivals if (own := _errors(scope, c)[0]) is not None and own <= limit]
     if not exact and "accurate" in scope.unmeasured:
         return "At like accuracy: not measured; this suite has no rows at accurate."
+    if exact and exact[0] != best and scope.geomeans[exact[0]].value <= 1:
+        lacks = f"; {best.label} (accurate): not measured" if "accurate" in scope.unmeasured else ""
+        return f"Nothing measured at like accuracy is faster than {scope.baseline}{lacks}."
     missing = [f"Not measured at {precision} in this suite." for precision in scope.unmeasured]
     return " ".join([*_fastest_alike(scope, best, exact, limit), *missing])
 
@@ -155,7 +158,33 @@ def _why(scope: Scope, best: Contender) -> str:
         f"A call takes {write(new)} {unit} instead of {scope.baseline}'s {write(old)} ({mean}, hence "
         f"{times(old / new)}). {_stage_shares([row for _, row in pairs])}"
     )
-    return text + _visits(scope, pairs) + _roofline(scope, best, [row for _, row in pairs])
+    return (
+        text
+        + _ladder(scope, best)
+        + _visits(scope, pairs)
+        + _roofline(scope, best, [row for _, row in pairs])
+    )
+
+
+def _ladder(scope: Scope, best: Contender) -> str:
+    """From the baseline to the fastest in steps, each a geomean over the same captures: the kernel at the
+    baseline's accuracy without a search, with it, and at the fastest's precision."""
+    if best.precision != "fast":
+        return ""
+    kernel = best.variant.removesuffix("-regroup")
+    unsearched = kernel if kernel != best.variant else f"{kernel}-original"
+    names = (unsearched, best.variant)
+    steps = []
+    for name in names:
+        window = best.window if name == best.variant else None
+        step = Contender(name, "accurate", window)
+        alike = {c for k, c in scope.speedups if k == step} == {c for k, c in scope.speedups if k == best}
+        if alike and step in scope.geomeans:
+            steps.append((scope.named(step), scope.geomeans[step].value))
+    if not steps:
+        return ""
+    steps = [(scope.baseline_label, 1.0), *steps, (scope.named(best), scope.geomeans[best].value)]
+    return " Step by step: " + " → ".join(f"{name} {times(value)}" for name, value in steps) + "."
 
 
 def _stage_shares(rows: list[Row]) -> str:
@@ -235,7 +264,12 @@ def _how_accurate(scope: Scope, best: Contender) -> str:
         text += f" Storing K and V in FP8 alone costs {error(cache)}."
     text += _whose_limit(scope)
     limit = max(ACCURATE, theirs or 0.0)
-    return text + f" Like accuracy means a worst rel-L2 of {error(limit)} at most."
+    if theirs is None:
+        return text
+    return text + (
+        f" Like accuracy means a worst rel-L2 of at most the larger of that limit and {scope.baseline}'s own "
+        f"worst on the same captures: here {error(limit)}."
+    )
 
 
 def _whose_limit(scope: Scope) -> str:

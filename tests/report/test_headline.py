@@ -107,8 +107,41 @@ def test_where_nothing_is_as_exact_the_answer_tells_not_measured_from_too_inexac
     (tmp_path / "rows.parquet").unlink()
     triton = row("triton", complete_us=300, rel_l2=2.1e-3)
     found = said(tmp_path, peer(), row("union8"), triton)
-    assert re.match(r"At like accuracy: triton \(own precision\), 0\.6\dx with rel-L2 2\.1e-3", found.alike)
+    assert found.alike == (
+        "Nothing measured at like accuracy is faster than flashinfer; union8 (accurate): not measured."
+    )
+    (tmp_path / "rows.parquet").unlink()
+    found = said(tmp_path, peer(), row("union8"), {**triton, "precision": "accurate"},
+                 row("union8", precision="accurate", rel_l2=9e-3))  # fmt: skip
+    assert found.alike == "Nothing measured at like accuracy is faster than flashinfer."
+    (tmp_path / "rows.parquet").unlink()
+    triton = row("triton", complete_us=150, rel_l2=2.1e-3)
+    found = said(tmp_path, peer(), row("union8"), triton)
+    assert re.match(r"At like accuracy: triton \(own precision\), 1\.3\dx with rel-L2 2\.1e-3", found.alike)
     assert found.alike.endswith(" Not measured at accurate in this suite.")
+
+
+@pytest.mark.parametrize(("theirs", "limit"), [(1.9e-3, "2.5e-3"), (2.9e-3, "2.9e-3")])
+def test_the_rule_of_like_accuracy_is_said_in_words(theirs, limit, tmp_path):
+    text = dict(said(tmp_path, {**peer(), "rel_l2": theirs}, row("union8")).facts)["At what accuracy?"]
+    assert "at most the larger of that limit and flashinfer's own worst on the same captures: here" in text
+    assert text.endswith(f"here {limit}.")
+
+
+@pytest.mark.parametrize("kernel", ["union8", "pageweaver"])
+@pytest.mark.parametrize("left_out", ["", "unsearched", "searched", "both"])
+def test_why_climbs_from_the_baseline_to_the_fastest_over_what_was_measured(kernel, left_out, tmp_path):
+    names = {"union8": ("union8", "union8-regroup"), "pageweaver": ("pageweaver-original", "pageweaver")}
+    unsearched, searched = names[kernel]
+    steps = [(unsearched, "accurate", 160), (searched, "accurate", 125), (searched, "fast", 80)]
+    rows = [row(v, complete_us=us, precision=p, noise=0.0, rel_l2=2e-3) for v, p, us in steps]
+    gone = {"": (), "unsearched": (0,), "searched": (1,), "both": (0, 1)}[left_out]
+    rows = [r for index, r in enumerate(rows) if index not in gone]
+    why = dict(said(tmp_path, row("flashinfer", complete_us=200, noise=0.0), *rows).facts)["Why?"]
+    values = [f"{v} ({p}) {200 / us:.2f}x" for v, p, us in steps]
+    want = " → ".join(["flashinfer 1.00x", *(v for i, v in enumerate(values) if i not in gone)])
+    assert (f"Step by step: {want}." in why) == (left_out != "both"), why
+    assert ("Step by step" in why) == (left_out != "both")
 
 
 @pytest.mark.parametrize("kind", ["seeded", "stored"])
