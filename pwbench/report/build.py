@@ -96,9 +96,8 @@ def _choose_baseline(scope: Scope, baseline: str, fallback: str | None) -> None:
         )
     else:
         named = f"--fallback {min(have)}" if have else "another baseline"
-        scope.note = (
-            f"{baseline} has no result here{why}, so there are no speed-ups; name {named} to get some."
-        )
+        scope.note = f"{baseline} has no result here{why}, so there are no speed-ups."
+        scope.tip = f"Name {named} to get some."
 
 
 def _bring_together(scope: Scope) -> None:

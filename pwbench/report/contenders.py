@@ -12,6 +12,11 @@ DEFAULT_WINDOW = 128
 OWN_WINDOW = ("pageweaver",)
 """Kernels whose search has a window of its own. One of them may search some captures of a suite and leave
 others in their order: that is its choice, not another contender."""
+WINDOWS = (
+    "W64 or W128 in a name: the search looks for partners among so many neighbouring queries. A name without "
+    f"it means {DEFAULT_WINDOW} for union8, and 64 for pageweaver, which knows no other."
+)
+"""What a window in a label means."""
 ONE_PRECISION = ("flashinfer", "flashinfer-cake", "flashinfer-paged", "reference", "triton")
 """Variants with one arithmetic. They run beside either precision of the others, and whatever precision
 their rows carry, what they compute is the same: a reader is shown one line, without that word."""

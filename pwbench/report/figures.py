@@ -40,13 +40,15 @@ def speedups(scope: Scope) -> str:
         for place, contender in enumerate(shown):
             colour = TOKEN[_colour(scope, contender)]
             mean = scope.geomeans[contender]
-            drawing.label(axes, place, scope.named(contender), f"{times(mean.value)}{_plus_minus(mean)}")
+            value = "" if scope.bounds else f"{times(mean.value)}{_plus_minus(mean)}"
+            drawing.label(axes, place, scope.named(contender), value)
             captures = [c for c in scope.captures if (contender, c) in scope.speedups]
             spread = np.linspace(-0.12, 0.12, len(captures)) if len(captures) > 1 else [0.0]
             for offset, capture in zip(spread, captures, strict=True):
                 own = TOKEN[_colour(scope, contender, capture)]
                 drawing.point(axes, scope.speedups[contender, capture], place + offset, own, "o", 2.2, 0.55)
-            drawing.point(axes, mean, place, colour, "D", 4.5, 1.0)
+            if not scope.bounds:
+                drawing.point(axes, mean, place, colour, "D", 4.5, 1.0)
         return drawing.svg(figure, f"Speed-ups over {scope.baseline}: geomean and every capture")
 
 
@@ -95,7 +97,7 @@ def stages(scope: Scope, capture: str) -> str:
 def accuracy(scope: Scope) -> str:
     """Speed-up against error: up is faster, left is more accurate. Empty where nothing can be drawn."""
     points = _errors_and_speeds(scope)
-    if not points:
+    if not points or scope.bounds:
         return ""
     speeds = [speed for _, speed, _ in points]
     log = max(speeds) > 6 * min(speeds)

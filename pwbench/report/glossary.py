@@ -7,6 +7,7 @@ from html import unescape
 
 from pwbench import stats
 from pwbench.report.cells import ACCURATE, error
+from pwbench.report.contenders import WINDOWS
 
 
 def explained(page: str) -> list[tuple[str, str]]:
@@ -141,9 +142,14 @@ _WORDS = (
     (
         "like accuracy",
         r"\blike accuracy\b",
-        f"About as exact as the baseline: the worst rel-L2 over the captures is at most {error(ACCURATE)}, or "
-        "at most the baseline's own worst on those captures where that is larger. So the limit differs from "
-        "suite to suite.",
+        f"About as exact as the baseline: the worst rel-L2 over the captures is at most {error(ACCURATE)}, "
+        "or at most the baseline's own worst on those captures where that is larger. So the limit differs "
+        "from suite to suite.",
+    ),
+    (
+        "W64, W128",
+        r"\bW(64|128)\b",
+        WINDOWS,
     ),
     (
         "seeded, the model's own",

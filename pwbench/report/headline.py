@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from pwbench import stats
 from pwbench.report.cells import ACCURATE, clock, error, times, worst
@@ -15,7 +16,7 @@ from pwbench.report.contenders import (
     shares_pages,
     stage_us,
 )
-from pwbench.report.model import Report, Scope
+from pwbench.report.model import SWEEP, Report, Scope
 from pwbench.report.reach import binding_terms, geometric_mean
 from pwbench.results import STAGES, Row
 
@@ -41,10 +42,15 @@ def headline(report: Report, scope: Scope) -> Headline:
     """The scope's answer."""
     rivals = [c for c in scope.shown if c in scope.geomeans and c not in scope.probes]
     rivals = [c for c in rivals if c.variant != scope.baseline]
+    if scope.baseline is None and scope.cells:
+        return _without_baseline(scope)
     if not rivals:
         return Headline(scope.note or "Only the baseline was measured, so there is nothing to compare.")
     best = rivals[0]
     mean = scope.geomeans[best]
+    if scope.bounds:
+        accuracy = ("At what accuracy?", _how_accurate(scope, best))
+        return Headline(_bounds(scope, best), facts=[accuracy], sure=mean.enough)
     found = Headline(_answer(scope, best), _alike(scope, best, rivals), sure=mean.enough)
     asked = (
         ("How sure?", _how_sure(scope, best)),
@@ -55,6 +61,55 @@ def headline(report: Report, scope: Scope) -> Headline:
     )
     found.facts = [(question, text) for question, text in asked if text]
     return found
+
+
+def _without_baseline(scope: Scope) -> Headline:
+    """Who is fastest on how many captures, and where the order changes along a sweep."""
+    rivals = [c for c in scope.shown if c not in scope.probes]
+    first: dict[Contender, list[str]] = {}
+    for capture in scope.captures:
+        timed = {c: scope.cells[c, capture]["complete_us"] for c in rivals if (c, capture) in scope.cells}
+        if timed:
+            first.setdefault(min(timed, key=lambda c: timed[c]), []).append(capture)
+    total = len(scope.captures)
+    if len(rivals) < 2 or not first:
+        return Headline(f"{scope.note} Nothing else was measured to compare.")
+    ranked = sorted(first.items(), key=lambda item: -len(item[1]))
+    if len(ranked) == 1:
+        best, _ = ranked[0]
+        every = _captures(total) if total == 1 else f"all {_captures(total)}"
+        answer = f"{scope.named(best)} has the shortest time on {every}."
+        answer += " It is never overtaken: no break-even was measured." if scope.suite == SWEEP else ""
+    else:
+        parts = [f"{scope.named(c)} on {len(on)} of {_captures(total)}" for c, on in ranked]
+        answer = f"The shortest time has {', '.join(parts)}."
+    crossings = _crossings(scope, rivals) if scope.suite == SWEEP else []
+    note = f"{scope.note} {' '.join(crossings)}".strip()
+    return Headline(answer, facts=[("Against what?", note)], sure=True)
+
+
+def _crossings(scope: Scope, rivals: list[Contender]) -> list[str]:
+    """Between which captures of a sweep one contender overtakes another, where it does so once."""
+    found = []
+    for one, other in combinations(rivals, 2):
+        both = [c for c in scope.captures if (one, c) in scope.cells and (other, c) in scope.cells]
+        ahead = [scope.cells[one, c]["complete_us"] < scope.cells[other, c]["complete_us"] for c in both]
+        turns = [i for i in range(1, len(ahead)) if ahead[i] != ahead[i - 1]]
+        if len(turns) == 1:
+            new, old = (one, other) if ahead[-1] else (other, one)
+            between = f"between {both[turns[0] - 1]} and {both[turns[0]]}"
+            found.append(f"{scope.named(new)} overtakes {scope.named(old)} {between}.")
+    return found
+
+
+def _bounds(scope: Scope, best: Contender) -> str:
+    """The fastest's speed-up on every capture of a suite of bounds."""
+    parts = [
+        f"{times(scope.speedups[best, c].value)} on {c}"
+        for c in scope.captures
+        if (best, c) in scope.speedups
+    ]
+    return f"Bounds, each for itself, of {scope.named(best)} over {scope.baseline}: {', '.join(parts)}."
 
 
 def _answer(scope: Scope, best: Contender) -> str:

@@ -184,7 +184,12 @@ def _probes(scopes: list[Scope]) -> set[Contender]:
 def _about(parts: list[Part]) -> list[tuple[str, str]]:
     """(name, what it is) of every variant on the page that this pwbench knows."""
     shown = {contender.variant: None for part in parts for contender in part.scope.shown}
-    return [(name, variants.get(name).summary) for name in shown if name in variants.names()]
+    known = {name: variants.get(name) for name in shown if name in variants.names()}
+    return [(name, _sentences(v.summary, getattr(v, "choice", ""))) for name, v in known.items()]
+
+
+def _sentences(summary: str, choice: str) -> str:
+    return f"{summary}. {choice}" if choice else summary
 
 
 def _purposes(captures: str | Path | None) -> dict[str, str]:

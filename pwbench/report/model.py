@@ -30,6 +30,11 @@ CPU_BASELINE = "reference"
 SYNTHETIC_SUITES = ("extremes", "shapes", "affinity", "synthetic")
 """Suites of made-up selections: reported, always apart and last, never headlined."""
 
+BOUNDS = ("extremes",)
+"""Suites of best and worst cases: each capture is a bound of its own."""
+SWEEP = "affinity"
+"""The suite whose captures, in order, differ in one thing only."""
+
 
 @dataclass
 class Scope:
@@ -38,6 +43,7 @@ class Scope:
     Attributes:
         baseline: the variant the others are compared with, None when it has no ok row here.
         note: what the reader must know about the baseline, empty if nothing.
+        tip: what to ask for to get speed-ups, where there are none.
         cells: the current ok row of every contender on every capture.
         others: all ok rows of the scope, older sessions included, to find partners for pairing.
         missing: current rows that are not ok.
@@ -50,6 +56,7 @@ class Scope:
     l2: str
     baseline: str | None = None
     note: str = ""
+    tip: str = ""
     cells: dict[tuple[Contender, str], Row] = field(default_factory=dict)
     others: list[Row] = field(default_factory=list)
     missing: list[Row] = field(default_factory=list)
@@ -57,6 +64,11 @@ class Scope:
     @property
     def synthetic(self) -> bool:
         return self.suite in SYNTHETIC_SUITES
+
+    @property
+    def bounds(self) -> bool:
+        """Whether its captures are bounds made up one by one, over which no mean has a meaning."""
+        return self.suite in BOUNDS
 
     @property
     def config(self) -> str:

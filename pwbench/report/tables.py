@@ -20,6 +20,7 @@ from pwbench.report.cells import (
 from pwbench.report.contenders import (
     ONE_PRECISION,
     OWN_PRECISION,
+    WINDOWS,
     Contender,
     contender_of,
     shares_pages,
@@ -39,6 +40,8 @@ def title_of(scope: Scope) -> str:
 
 def geomean(report: Report, scope: Scope) -> Table:
     """Who is fastest over the suite, by how much, how sure, at what accuracy."""
+    if scope.bounds:
+        return Table(f"Geomean speed-up, {title_of(scope)}", [])
     table = Table(
         f"Geomean speed-up, {title_of(scope)}",
         ["variant", "precision", "speed-up", "worst rel-L2", "95 % interval", "verdict", "captures"],
@@ -65,13 +68,15 @@ def geomean(report: Report, scope: Scope) -> Table:
     if scope.note:
         table.notes.append(scope.note)
     table.notes += _about_precisions(scope)
+    if any(" W" in contender.label for contender in scope.shown):
+        table.notes.append(WINDOWS)
     if scope.probes:
         names = ", ".join(dict.fromkeys(contender.variant for contender in scope.probes))
         table.notes.append(
             f"{names}: measured to tell what a search is worth, not to choose from. original never "
             "searches, regroup always does, precomputed is handed what a search finds."
         )
-    return table
+    return table.without_empty_columns()
 
 
 def _about_precisions(scope: Scope) -> list[str]:
@@ -99,9 +104,12 @@ def speedups(report: Report, scope: Scope) -> Table:
         if contender.variant == scope.baseline and len(scope.shown) > 1:
             continue
         cells = [with_interval(scope.speedups.get((contender, capture))) for capture in scope.captures]
-        mean = scope.geomeans.get(contender)
-        table.rows.append([contender.label, scope.precision_of(contender), *cells, with_interval(mean)])
-    table.notes = [scope.note] if scope.note else []
+        mean = [] if scope.bounds else [with_interval(scope.geomeans.get(contender))]
+        table.rows.append([contender.label, scope.precision_of(contender), *cells, *mean])
+    if scope.bounds:
+        table.columns.remove("geomean")
+        table.notes.append("Bounds, each for itself: a mean over them would say nothing.")
+    table.notes += [scope.note] if scope.note else []
     table.notes.append("In brackets: 95 % bootstrap interval of the ratio of medians.")
     return table
 

@@ -90,7 +90,7 @@ def test_without_the_baseline_there_is_no_speedup_and_the_reason_is_named(tmp_pa
     assert report.scopes[0].baseline is None
     assert report.scopes[0].speedups == {}
     assert "flashinfer has no result here (FlashInfer is not installed)" in report.scopes[0].note
-    assert "--fallback union8" in report.scopes[0].note
+    assert "--fallback union8" in report.scopes[0].tip
 
 
 def test_a_fallback_is_used_only_when_the_user_names_one(tmp_path):
@@ -435,6 +435,31 @@ def test_counters_of_what_does_not_tell_how_it_shares_are_left_blank(variant, tm
     known = {"capture", "context", "grouping of", "selected pages"}
     assert {name for name, cell in zip(table.columns, by[variant], strict=True) if cell} == known
     assert any(note.startswith(f"{variant}: how queries share pages is not counted") for note in table.notes)
+
+
+def test_provenance_tells_libraries_from_how_our_kernels_divide_their_work(tmp_path):
+    rows = [row("flashinfer", peer="flashinfer 0.7.4: CuTe union"), row("triton", peer="triton 3.6.0")]
+    rows += [row(v, peer="3 chunks of 2752 rows") for v in ("page-union", "page-union-stream")]
+    rows += [row("union8"), row("pageweaver")]
+    found = dict(studies.provenance(report_of(tmp_path, rows)).rows)
+    assert found["other libraries"] == "flashinfer 0.7.4: CuTe union; triton 3.6.0"
+    assert found["how our kernels divided the work"] == "3 chunks of 2752 rows"
+
+
+def test_every_variant_of_ours_is_known_as_ours_and_no_other():
+    from pwbench import variants
+
+    theirs = {"reference", "triton", "flashinfer", "flashinfer-cake", "flashinfer-paged"}
+    assert {name for name in variants.names() if not name.startswith(studies.OURS)} == theirs
+
+
+@pytest.mark.parametrize("windows", [(128,), (64, 128)])
+def test_a_window_in_a_name_is_explained_below_the_table(windows, tmp_path):
+    table = tables.geomean(
+        None, report_of(tmp_path, [row("union8-regroup", window=w) for w in windows]).scopes[0]
+    )
+    explained = any("A name without it means 128 for union8, and 64 for pageweaver" in n for n in table.notes)
+    assert explained == (64 in windows)
 
 
 def test_sweeps_and_shapes_are_made_up(tmp_path):

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from pwbench import results
-from pwbench.report import build, studies
+from pwbench.report import build, studies, tables
 from pwbench.report.headline import headline
+from pwbench.report.html import html
 from tests.rows import row
 
 
@@ -259,3 +260,57 @@ def test_where_a_kernel_chose_not_to_search_it_says_so(tmp_path):
     text = dict(said(tmp_path, *rows).facts)["Does the search pay?"]
     assert "regrouping costs" in text
     assert "left to itself it searches on 0 of 1 capture" in text
+
+
+@pytest.mark.parametrize(
+    ("overtakes", "captures", "words"),
+    [
+        (
+            False,
+            3,
+            "union8 (fast) has the shortest time on all 3 captures. It is never overtaken: no break-even",
+        ),
+        (False, 1, "union8 (fast) has the shortest time on 1 capture."),
+        (True, 3, "The shortest time has union8 (fast) on 2 of 3 captures, triton (own precision) on 1 of 3"),
+    ],
+)
+def test_without_a_baseline_the_answer_is_who_is_fastest_where(overtakes, captures, words, tmp_path):
+    names = [f"affinity-0{i}0" for i in range(captures)]
+    rows = [row("union8", c, suite="affinity", complete_us=100) for c in names]
+    rows += [
+        row("triton", c, suite="affinity", complete_us=90 if overtakes and c == names[-1] else 150)
+        for c in names
+    ]
+    rows += [row("union8-precomputed", c, suite="affinity", complete_us=20) for c in names]
+    found = said(tmp_path, *rows)
+    assert words in found.answer and "--" not in found.answer
+    crossing = "triton (own precision) overtakes union8 (fast) between affinity-010 and affinity-020."
+    text = dict(found.facts)["Against what?"]
+    assert (crossing in text) == overtakes and "--" not in text and "flashinfer has no result here" in text
+    results.write(tmp_path / "again.parquet", rows)
+    scope = build(results.load(tmp_path)).scopes[0]
+    table = tables.geomean(None, scope)
+    assert {"speed-up", "verdict"}.isdisjoint(table.columns) and len(table.rows) == 3
+    assert all(any(cells[i] for cells in table.rows) for i in range(len(table.columns)))
+
+
+def test_bounds_have_no_mean_anywhere(tmp_path):
+    rows = [row(v, c, suite="extremes", complete_us=us, noise=0.0)
+            for v, c, us in (("flashinfer", "a", 200), ("flashinfer", "b", 300), ("union8", "a", 100),
+                             ("union8", "b", 400))]  # fmt: skip
+    results.write(tmp_path / "rows.parquet", rows)
+    report = build(results.load(tmp_path))
+    scope = report.scopes[0]
+    found = headline(report, scope)
+    assert found.answer == (
+        "Bounds, each for itself, of union8 (fast) over flashinfer: 2.00x on a, 0.75x on b."
+    )
+    assert [question for question, _ in found.facts] == ["At what accuracy?"]
+    assert tables.geomean(report, scope).rows == []
+    assert "geomean" not in tables.speedups(report, scope).columns
+    assert all(
+        len(c) == len(tables.speedups(report, scope).columns) for c in tables.speedups(report, scope).rows
+    )
+    drawn = [text for _, text in found.facts] + [html(report, captures=None)]
+    sqrt = f"{1.5**0.5:.2f}x"
+    assert not any(sqrt in text for text in drawn)

@@ -184,3 +184,13 @@ def test_the_answer_stands_above_the_cautions_and_the_overview_is_grouped_by_pre
     assert all(re.fullmatch(r"[\d.]+e-\d+", line[2]) for line in cells)
     kinds = [line[1] for line in cells if "-" not in line[0]]
     assert kinds == sorted(kinds, key=["fast", "accurate", "its own"].index) and len(set(kinds)) == 3
+
+
+def test_the_page_says_when_pageweaver_searches_by_the_numbers_it_goes_by(page):
+    from pwbench.variants._pageweaver import PAYOFFS, SHORT_IMAGES
+
+    text = seen(page[page.index("What each variant is") : page.index('<section id="six')])
+    assert f"at most {SHORT_IMAGES}: from" in text
+    for payoff in PAYOFFS.values():
+        assert f"{round(payoff.cost / payoff.saved, -2):,.0f}" in text
+    assert text.count("It searches where") == 1, "fixed paths have no choice"
