@@ -46,7 +46,7 @@ cuda | string | - | CUDA runtime version.
 torch | string | - | PyTorch version.
 cupy | string | - | CuPy version.
 peer | string | - | For another library's kernel: its version and which of its kernels ran.
-precision | string | - | fast (Q and P in 8 bits) or accurate (rel-L2 at most 2.5e-3).
+precision | string | - | fast (Q and P in 8 bits) or accurate (rel-L2 at most 2.5e-3 on seeded tensors).
 mode | string | - | graph (CUDA-graph replay of the complete call) or eager (launched from Python).
 l2 | string | - | L2 cache before each sample: cold (flushed) or warm.
 status | string | - | ok, unavailable (cannot run here) or failed (ran and was wrong or broke).

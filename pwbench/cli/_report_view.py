@@ -69,15 +69,20 @@ def show(report: Report, full: bool = True) -> None:
 
 
 def _geomean(console: Console, report: Report, scope: Scope) -> None:
+    if scope.bounds:
+        _print(console, tables.speedups(report, scope))
+        return
     table = tables.geomean(report, scope)
     top = max((mean.value for mean in scope.geomeans.values()), default=0.0)
-    verdict = table.columns.index("verdict")
+    verdict = table.columns.index("verdict") if "verdict" in table.columns else 0
     bars = []
     for contender, cells in zip(scope.shown, table.rows, strict=True):
         mean = scope.geomeans.get(contender)
         length = max(1, round(_BAR * mean.value / top)) if mean and top else 0
         bars.append(Text("█" * length, style=_VERDICT_STYLES.get(cells[verdict], "dim")))
     _print(console, table, bars if top else None)
+    if scope.tip:
+        console.print(scope.tip)
 
 
 def _details(console: Console, report: Report, scope: Scope) -> None:

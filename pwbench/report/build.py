@@ -41,6 +41,7 @@ def build(frame: pd.DataFrame, baseline: str = DEFAULT_BASELINE, fallback: str |
     for scope in scopes.values():
         remeasured += _fill(scope)
         _choose_baseline(scope, baseline, fallback)
+        _bring_together(scope)
     ordered = sorted(scopes.values(), key=_scope_order)
     cautions = gather(ordered, list(dict.fromkeys(remeasured)))
     return Report(baseline, ordered, _with_speedups(ordered), cautions, frame)
@@ -95,9 +96,43 @@ def _choose_baseline(scope: Scope, baseline: str, fallback: str | None) -> None:
         )
     else:
         named = f"--fallback {min(have)}" if have else "another baseline"
-        scope.note = (
-            f"{baseline} has no result here{why}, so there are no speed-ups; name {named} to get some."
-        )
+        scope.note = f"{baseline} has no result here{why}, so there are no speed-ups."
+        scope.tip = f"Name {named} to get some."
+
+
+def _bring_together(scope: Scope) -> None:
+    """Make those rows current that shared a session with the baseline, where the code was the same.
+
+    Two rows of one session were sampled in turn, two of different sessions were not. So of a contender's
+    equivalent rows (same selections, tensors and commit as its newest) the newest is taken that was measured
+    beside the baseline, if there is one. A row of older code never stands for a newer one, and which other
+    variants there are changes nothing.
+    """
+    for (contender, capture), current in list(scope.cells.items()):
+        if scope.baseline is None or contender.variant == scope.baseline:
+            continue
+        precision = scope.baseline_precision(contender.precision)
+        beside = {
+            row["session"]
+            for row in scope.others
+            if (row["variant"], row["capture"], row["precision"]) == (scope.baseline, capture, precision)
+            and (row["tensors"], row["tables_sha256"]) == (current["tensors"], current["tables_sha256"])
+        }
+        shared = [row for row in _equivalents(scope, contender, current) if row["session"] in beside]
+        if shared:
+            scope.cells[contender, capture] = shared[-1]
+
+
+def _equivalents(scope: Scope, contender: Contender, current: Row) -> list[Row]:
+    """Ok rows that could stand for ``current``, itself included, oldest first."""
+    if not current["commit"]:
+        return [current]
+    alike = ("capture", "commit", "tensors", "tables_sha256", "peer")
+    return [
+        row
+        for row in scope.others
+        if contender_of(row) == contender and all(row[name] == current[name] for name in alike)
+    ]
 
 
 def _scope_order(scope: Scope) -> tuple[Any, ...]:

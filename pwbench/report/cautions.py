@@ -44,8 +44,9 @@ def _held_back(scopes: Sequence[Scope]) -> Caution | None:
         return None
     causes = sorted({cause for row in found.rows for cause in _causes(row)})
     return found.caution(
-        f"The GPU was held back while {found.share} were sampled ({', '.join(causes)}). Variants took turns, "
-        "so their ratios compare like with like; their times are not the best that this GPU can do."
+        f"The GPU was held back while {found.share} were sampled ({', '.join(causes)}): their times are not "
+        "the best that it can do. Variants of one session took turns, so that ratios of their times compare "
+        "like with like."
     )
 
 
@@ -75,16 +76,21 @@ def _outliers(scopes: Sequence[Scope]) -> Caution | None:
 
 
 def _unpaired(scopes: Sequence[Scope]) -> Caution | None:
-    ratios = [(s, capture, ratio) for s in scopes for (_, capture), ratio in s.speedups.items()]
-    apart = [(scope, capture) for scope, capture, ratio in ratios if not ratio.paired]
+    ratios = [(s, c, capture, ratio) for s in scopes for (c, capture), ratio in s.speedups.items()]
+    apart = [(scope, c, capture) for scope, c, capture, ratio in ratios if not ratio.paired]
     if not apart:
         return None
+    named: dict[str, dict[str, None]] = {}
+    for scope, contender, _ in apart:
+        named.setdefault(scope.suite, {})[scope.named(contender)] = None
+    who = "; ".join(f"{suite}: {', '.join(names)}" for suite, names in named.items())
     text = (
-        f"{len(apart)} of {len(ratios)} speed-ups compare rows of different sessions; there, differences "
-        f"below {stats.CROSS_SESSION_FLOOR:.0%} mean nothing."
+        f"{len(apart)} of {len(ratios)} speed-ups compare rows of two different sessions, in which the two "
+        f"sides did not take turns ({who}). There, differences below {stats.CROSS_SESSION_FLOOR:.0%} mean "
+        "nothing."
     )
-    of = [(scope, capture) for scope, capture, _ in ratios]
-    return Caution(text, _counted(apart, of, "speed-ups"))
+    of = [(scope, capture) for scope, _, capture, _ in ratios]
+    return Caution(text, _counted([(scope, capture) for scope, _, capture in apart], of, "speed-ups"))
 
 
 def _clocks(scopes: Sequence[Scope]) -> Caution | None:

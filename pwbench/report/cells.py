@@ -38,7 +38,7 @@ class Table:
 
     def without_empty_columns(self) -> Table:
         """The same table less the columns that hold nothing (a stage no variant has)."""
-        keep = [i for i in range(len(self.columns)) if i in self.text or any(row[i] for row in self.rows)]
+        keep = [i for i in range(len(self.columns)) if not self.rows or any(row[i] for row in self.rows)]
         return Table(
             self.title,
             [self.columns[i] for i in keep],

@@ -12,6 +12,11 @@ DEFAULT_WINDOW = 128
 OWN_WINDOW = ("pageweaver",)
 """Kernels whose search has a window of its own. One of them may search some captures of a suite and leave
 others in their order: that is its choice, not another contender."""
+WINDOWS = (
+    "W64 or W128 in a name: the search looks for partners among so many neighbouring queries. A name without "
+    f"it means {DEFAULT_WINDOW} for union8, and 64 for pageweaver, which knows no other."
+)
+"""What a window in a label means."""
 ONE_PRECISION = ("flashinfer", "flashinfer-cake", "flashinfer-paged", "reference", "triton")
 """Variants with one arithmetic. They run beside either precision of the others, and whatever precision
 their rows carry, what they compute is the same: a reader is shown one line, without that word."""
@@ -82,6 +87,15 @@ class Gain:
         return None if self.online["window"] is None else int(self.online["window"])
 
     @property
+    def says(self) -> str:
+        """faster, slower, same or unsure: the online path against the original order, by the rule of all
+        verdicts."""
+        rows = (self.original, self.online)
+        same_session = self.original["session"] == self.online["session"]
+        floor = stats.floor_of(*(row.get("noise_floor") for row in rows), same_session=same_session)
+        return stats.verdict(self.online_ratio.inverse(), floor).lower()
+
+    @property
     def net_us(self) -> float:
         """T_original - T_online."""
         return float(self.original["complete_us"] - self.online["complete_us"])
@@ -119,3 +133,9 @@ def samples_of(row: Row) -> Sequence[float]:
 def stage_us(row: Row, name: str) -> float:
     """Median time of a stage, 0 where the variant has none."""
     return float(row.get(f"{name}_us") or 0.0)
+
+
+def shares_pages(row: Row) -> bool:
+    """Whether the row tells how its queries share pages. One that counts every query alone does not: its
+    kernel may share pages in a way of its own."""
+    return bool(row["groups"] and row["union_pages"] and row["groups"] < row["total_q"] * row["kv_heads"])

@@ -176,7 +176,7 @@ def _table_text(
         shown = [(PER_SCOPE[name](report, scope), [scope]) for scope in chosen]
     parts = [_captioned(table, used, filters) for table, used in shown if table.rows]
     if not parts and name == "losses" and any(scope.gains for scope in scopes):
-        return "Nowhere: the online path is at least as fast as the original order on every capture."
+        return "Nowhere: on no capture is the online path slower than the original order beyond the noise."
     return "\n\n".join(parts) if parts else _nothing(name, filters)
 
 

@@ -21,6 +21,7 @@ from pwbench.report.contenders import Contender, Gain
 from pwbench.report.drawing import TOKEN
 from pwbench.report.model import Scope
 from pwbench.report.reach import binding_terms
+from pwbench.report.tables import ELSEWHERE
 from pwbench.results import STAGES
 
 
@@ -28,24 +29,24 @@ def speedups(scope: Scope) -> str:
     """Speed-up of each contender: its geomean (diamond) and every capture (dots), with their intervals."""
     shown = [c for c in scope.shown if c in scope.geomeans]
     values = [ratio.value for ratio in scope.speedups.values()]
-    log = max(values) > 6 * min(values)
     with rc_context(drawing.RC):
-        figure, axes = drawing.rows(len(shown), "times as fast as " + str(scope.baseline))
-        axes.set_xscale("log" if log else "linear")
-        low = 0.8 * min(min(values), 1.0) if log else 0.0
-        axes.set_xlim(low, (1.25 if log else 1.08) * max(max(values), 1.0))
+        figure, axes = drawing.rows(len(shown), f"times as fast as {scope.baseline}, logarithmic")
+        axes.set_xscale("log")
+        axes.set_xlim(0.8 * min(min(values), 1.0), 1.25 * max(max(values), 1.0))
         axes.axvline(1.0, color=TOKEN["ink"], linewidth=0.8)
-        drawing.plain_ticks(axes, log)
+        drawing.plain_ticks(axes, log=True)
         for place, contender in enumerate(shown):
             colour = TOKEN[_colour(scope, contender)]
             mean = scope.geomeans[contender]
-            drawing.label(axes, place, scope.named(contender), f"{times(mean.value)}{_plus_minus(mean)}")
+            value = "" if scope.bounds else f"{times(mean.value)}{_plus_minus(mean)}"
+            drawing.label(axes, place, scope.named(contender), value)
             captures = [c for c in scope.captures if (contender, c) in scope.speedups]
             spread = np.linspace(-0.12, 0.12, len(captures)) if len(captures) > 1 else [0.0]
             for offset, capture in zip(spread, captures, strict=True):
                 own = TOKEN[_colour(scope, contender, capture)]
                 drawing.point(axes, scope.speedups[contender, capture], place + offset, own, "o", 2.2, 0.55)
-            drawing.point(axes, mean, place, colour, "D", 4.5, 1.0)
+            if not scope.bounds:
+                drawing.point(axes, mean, place, colour, "D", 4.5, 1.0)
         return drawing.svg(figure, f"Speed-ups over {scope.baseline}: geomean and every capture")
 
 
@@ -78,6 +79,7 @@ def stages(scope: Scope, capture: str) -> str:
         for place, (contender, row) in enumerate(shown):
             ratio = scope.speedups.get((contender, capture))
             value = f"{write(row['complete_us'])} {unit}" + (f"  {times(ratio.value)}" if ratio else "")
+            value += ELSEWHERE if scope.elsewhere(contender, capture) else ""
             drawing.label(axes, place, scope.named(contender), value)
             left = 0.0
             for name in (*STAGES, "gap"):
@@ -93,7 +95,7 @@ def stages(scope: Scope, capture: str) -> str:
 def accuracy(scope: Scope) -> str:
     """Speed-up against error: up is faster, left is more accurate. Empty where nothing can be drawn."""
     points = _errors_and_speeds(scope)
-    if not points:
+    if not points or scope.bounds:
         return ""
     speeds = [speed for _, speed, _ in points]
     log = max(speeds) > 6 * min(speeds)
@@ -114,10 +116,14 @@ def accuracy(scope: Scope) -> str:
             drawing.mark(axes, at, name)
         for error, speed, contender in points:
             axes.plot(error, speed, "o", color=TOKEN[_colour(scope, contender)], markersize=5, zorder=3)
-        labels = [(error, speed, c.label) for error, speed, c in points]
+        names = [c.label for _, _, c in points]
+        labels = [
+            (error, speed, scope.named(c) if names.count(c.label) > 1 else c.label)
+            for error, speed, c in points
+        ]
         drawing.annotate(axes, 0.8 * figure.get_figheight(), labels)
         axes.set_xlabel("worst rel-L2 error (left is better)")
-        axes.set_ylabel(f"times as fast as {scope.baseline}")
+        axes.set_ylabel(f"times as fast as {scope.baseline}" + (", logarithmic" if log else ""))
         return drawing.svg(figure, "Accuracy against speed")
 
 
@@ -194,6 +200,10 @@ def unions(title: str, before: np.ndarray, after: np.ndarray, group: int) -> str
         return drawing.svg(figure, f"Union sizes of {title}")
 
 
+_ONE_LINE = 46
+"""Characters of a name and its value that fit above a row with room between them."""
+
+
 def ceilings(scope: Scope, reached: Mapping[Contender, Mapping[str, float]]) -> str:
     """Share of each ceiling that the attention stage reaches, and of the roofline the complete call.
 
@@ -208,8 +218,10 @@ def ceilings(scope: Scope, reached: Mapping[Contender, Mapping[str, float]]) -> 
         axes.axvline(100, color=TOKEN["ink"], linewidth=0.8)
         for place, (contender, shares) in enumerate(reached.items()):
             whole = shares.get("roofline")
-            binds = ", ".join(binding_terms(scope.rows_of(contender)))
-            value = "" if whole is None else f"{whole:.0%}, bound by {binds}"
+            terms = binding_terms(scope.rows_of(contender))
+            value = "" if whole is None else f"{whole:.0%}, bound by {', '.join(terms)}"
+            if len(terms) > 1 and len(scope.named(contender)) + len(value) > _ONE_LINE:
+                value = f"{whole:.0%}, bound by {terms[0]} …"
             drawing.label(axes, place, scope.named(contender), value)
             if whole is not None:
                 axes.barh(place, 100 * whole, 0.3, color=TOKEN["base"], alpha=0.45)

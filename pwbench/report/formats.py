@@ -55,7 +55,7 @@ def all_tables(report: Report) -> list[Table]:
     for scope in report.main_scopes():
         if not scope.cells:
             continue
-        if len(scope.captures) > 1 and scope.speedups:
+        if (len(scope.captures) > 1 or scope.bounds) and scope.speedups:
             found.append(tables.speedups(report, scope))
         found += [
             tables.split(report, scope),

@@ -7,6 +7,7 @@ from html import unescape
 
 from pwbench import stats
 from pwbench.report.cells import ACCURATE, error
+from pwbench.report.contenders import WINDOWS
 
 
 def explained(page: str) -> list[tuple[str, str]]:
@@ -135,8 +136,27 @@ _WORDS = (
         "fast, accurate, its own",
         r"\b(fast|accurate)\b",
         "Precisions of pwbench's kernels: fast computes with queries and probabilities in 8 bits, "
-        f"accurate keeps rel-L2 within {error(ACCURATE)}. Other libraries have one precision, their "
-        "own, and no such limit.",
+        f"accurate keeps rel-L2 within {error(ACCURATE)} on seeded tensors. Other libraries have one "
+        "precision, their own, and no such limit.",
+    ),
+    (
+        "like accuracy",
+        r"\blike accuracy\b",
+        f"About as exact as the baseline: the worst rel-L2 over the captures is at most {error(ACCURATE)}, "
+        "or at most the baseline's own worst on those captures where that is larger. So the limit differs "
+        "from suite to suite.",
+    ),
+    (
+        "W64, W128",
+        r"\bW(64|128)\b",
+        WINDOWS,
+    ),
+    (
+        "seeded, the model's own",
+        r"\bseeded\b",
+        "The values of Q, K and V: random ones from a seed, on which the limits of precision are meant; or "
+        "those that the model computed, whose errors are others and have no limit. The pages that were "
+        "selected are the capture's in both.",
     ),
     (
         "roofline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from pwbench import stats
 from pwbench.report.cells import ACCURATE, clock, error, times, worst
@@ -10,10 +11,12 @@ from pwbench.report.contenders import (
     DEFAULT_WINDOW,
     ONE_PRECISION,
     Contender,
+    Gain,
     samples_of,
+    shares_pages,
     stage_us,
 )
-from pwbench.report.model import Report, Scope
+from pwbench.report.model import SWEEP, Report, Scope
 from pwbench.report.reach import binding_terms, geometric_mean
 from pwbench.results import STAGES, Row
 
@@ -39,10 +42,15 @@ def headline(report: Report, scope: Scope) -> Headline:
     """The scope's answer."""
     rivals = [c for c in scope.shown if c in scope.geomeans and c not in scope.probes]
     rivals = [c for c in rivals if c.variant != scope.baseline]
+    if scope.baseline is None and scope.cells:
+        return _without_baseline(scope)
     if not rivals:
         return Headline(scope.note or "Only the baseline was measured, so there is nothing to compare.")
     best = rivals[0]
     mean = scope.geomeans[best]
+    if scope.bounds:
+        accuracy = ("At what accuracy?", _how_accurate(scope, best))
+        return Headline(_bounds(scope, best), facts=[accuracy], sure=mean.enough)
     found = Headline(_answer(scope, best), _alike(scope, best, rivals), sure=mean.enough)
     asked = (
         ("How sure?", _how_sure(scope, best)),
@@ -53,6 +61,55 @@ def headline(report: Report, scope: Scope) -> Headline:
     )
     found.facts = [(question, text) for question, text in asked if text]
     return found
+
+
+def _without_baseline(scope: Scope) -> Headline:
+    """Who is fastest on how many captures, and where the order changes along a sweep."""
+    rivals = [c for c in scope.shown if c not in scope.probes]
+    first: dict[Contender, list[str]] = {}
+    for capture in scope.captures:
+        timed = {c: scope.cells[c, capture]["complete_us"] for c in rivals if (c, capture) in scope.cells}
+        if timed:
+            first.setdefault(min(timed, key=lambda c: timed[c]), []).append(capture)
+    total = len(scope.captures)
+    if len(rivals) < 2 or not first:
+        return Headline(f"{scope.note} Nothing else was measured to compare.")
+    ranked = sorted(first.items(), key=lambda item: -len(item[1]))
+    if len(ranked) == 1:
+        best, _ = ranked[0]
+        every = _captures(total) if total == 1 else f"all {_captures(total)}"
+        answer = f"{scope.named(best)} has the shortest time on {every}."
+        answer += " It is never overtaken: no break-even was measured." if scope.suite == SWEEP else ""
+    else:
+        parts = [f"{scope.named(c)} on {len(on)} of {_captures(total)}" for c, on in ranked]
+        answer = f"The shortest time has {', '.join(parts)}."
+    crossings = _crossings(scope, rivals) if scope.suite == SWEEP else []
+    note = f"{scope.note} {' '.join(crossings)}".strip()
+    return Headline(answer, facts=[("Against what?", note)], sure=True)
+
+
+def _crossings(scope: Scope, rivals: list[Contender]) -> list[str]:
+    """Between which captures of a sweep one contender overtakes another, where it does so once."""
+    found = []
+    for one, other in combinations(rivals, 2):
+        both = [c for c in scope.captures if (one, c) in scope.cells and (other, c) in scope.cells]
+        ahead = [scope.cells[one, c]["complete_us"] < scope.cells[other, c]["complete_us"] for c in both]
+        turns = [i for i in range(1, len(ahead)) if ahead[i] != ahead[i - 1]]
+        if len(turns) == 1:
+            new, old = (one, other) if ahead[-1] else (other, one)
+            between = f"between {both[turns[0] - 1]} and {both[turns[0]]}"
+            found.append(f"{scope.named(new)} overtakes {scope.named(old)} {between}.")
+    return found
+
+
+def _bounds(scope: Scope, best: Contender) -> str:
+    """The fastest's speed-up on every capture of a suite of bounds."""
+    parts = [
+        f"{times(scope.speedups[best, c].value)} on {c}"
+        for c in scope.captures
+        if (best, c) in scope.speedups
+    ]
+    return f"Bounds, each for itself, of {scope.named(best)} over {scope.baseline}: {', '.join(parts)}."
 
 
 def _answer(scope: Scope, best: Contender) -> str:
@@ -80,6 +137,9 @@ def _alike(scope: Scope, best: Contender, rivals: list[Contender]) -> str:
     exact = [c for c in rivals if (own := _errors(scope, c)[0]) is not None and own <= limit]
     if not exact and "accurate" in scope.unmeasured:
         return "At like accuracy: not measured; this suite has no rows at accurate."
+    if exact and exact[0] != best and scope.geomeans[exact[0]].value <= 1:
+        lacks = f"; {best.label} (accurate): not measured" if "accurate" in scope.unmeasured else ""
+        return f"Nothing measured at like accuracy is faster than {scope.baseline}{lacks}."
     missing = [f"Not measured at {precision} in this suite." for precision in scope.unmeasured]
     return " ".join([*_fastest_alike(scope, best, exact, limit), *missing])
 
@@ -153,7 +213,33 @@ def _why(scope: Scope, best: Contender) -> str:
         f"A call takes {write(new)} {unit} instead of {scope.baseline}'s {write(old)} ({mean}, hence "
         f"{times(old / new)}). {_stage_shares([row for _, row in pairs])}"
     )
-    return text + _visits(scope, pairs) + _roofline(scope, best, [row for _, row in pairs])
+    return (
+        text
+        + _ladder(scope, best)
+        + _visits(scope, pairs)
+        + _roofline(scope, best, [row for _, row in pairs])
+    )
+
+
+def _ladder(scope: Scope, best: Contender) -> str:
+    """From the baseline to the fastest in steps, each a geomean over the same captures: the kernel at the
+    baseline's accuracy without a search, with it, and at the fastest's precision."""
+    if best.precision != "fast":
+        return ""
+    kernel = best.variant.removesuffix("-regroup")
+    unsearched = kernel if kernel != best.variant else f"{kernel}-original"
+    names = (unsearched, best.variant)
+    steps = []
+    for name in names:
+        window = best.window if name == best.variant else None
+        step = Contender(name, "accurate", window)
+        alike = {c for k, c in scope.speedups if k == step} == {c for k, c in scope.speedups if k == best}
+        if alike and step in scope.geomeans:
+            steps.append((scope.named(step), scope.geomeans[step].value))
+    if not steps:
+        return ""
+    steps = [(scope.baseline_label, 1.0), *steps, (scope.named(best), scope.geomeans[best].value)]
+    return " Step by step: " + " → ".join(f"{name} {times(value)}" for name, value in steps) + "."
 
 
 def _stage_shares(rows: list[Row]) -> str:
@@ -175,7 +261,7 @@ def _visits(scope: Scope, pairs: list[tuple[Row, Row]]) -> str:
     alone = sum(row["selected_pages"] for _, row in pairs)
     where = "" if len(pairs) == 1 else ", summed over the captures"
     text = f" Page visits{where}: {visits:,}"
-    if all(_shares_pages(base) for base, _ in pairs):
+    if all(shares_pages(base) for base, _ in pairs):
         theirs = sum(base["union_pages"] for base, _ in pairs)
         return f"{text}, {scope.baseline}'s {theirs:,} ({visits / theirs:.0%})."
     if visits >= alone:
@@ -184,10 +270,6 @@ def _visits(scope: Scope, pairs: list[tuple[Row, Row]]) -> str:
     if str(scope.baseline).startswith("flashinfer"):
         text += f" How many {scope.baseline} makes is not counted: its kernels share pages in their own way."
     return text
-
-
-def _shares_pages(row: Row) -> bool:
-    return bool(row["groups"] and row["union_pages"] and row["groups"] < row["total_q"] * row["kv_heads"])
 
 
 def _roofline(scope: Scope, best: Contender, rows: list[Row]) -> str:
@@ -230,44 +312,67 @@ def _how_accurate(scope: Scope, best: Contender) -> str:
     text += ", against a reference on the same FP8 cache, each the worst of its captures."
     if all(row["tensors"] == "seeded" for row in scope.rows_of(best)):
         text += " Q and KV were seeded random values, not the model's own."
+    elif all(row["tensors"] == "stored" for row in scope.rows_of(best)):
+        text += " Q and KV were the model's own values, on which no limit is meant."
     cache = worst(scope.rows_of(best), "fp8_cache_rel_l2")
     if cache is not None:
         text += f" Storing K and V in FP8 alone costs {error(cache)}."
     text += _whose_limit(scope)
     limit = max(ACCURATE, theirs or 0.0)
-    return text + f" Like accuracy means a worst rel-L2 of {error(limit)} at most."
+    if theirs is None:
+        return text
+    return text + (
+        f" Like accuracy means a worst rel-L2 of at most the larger of that limit and {scope.baseline}'s own "
+        f"worst on the same captures: here {error(limit)}."
+    )
 
 
 def _whose_limit(scope: Scope) -> str:
     """What the limit of `ACCURATE` is, and that a baseline with one precision is not bound by it."""
-    text = f" The limit of {error(ACCURATE)} is pwbench's own, for its kernels at accurate."
+    text = f" The limit of {error(ACCURATE)} is pwbench's own, for its kernels at accurate on seeded tensors."
     if scope.baseline in ONE_PRECISION:
         text += f" {scope.baseline} has one precision, its own, and keeps or breaks no limit."
     return text
 
 
 def _does_the_search_pay(scope: Scope) -> str:
-    kernels: dict[Contender, list[stats.Ratio]] = {}
+    kernels: dict[Contender, list[Gain]] = {}
     usual = [gain for gain in scope.gains if gain.contender.window in (None, DEFAULT_WINDOW)]
     for gain in usual or scope.gains:
-        kernels.setdefault(gain.contender, []).append(gain.online_ratio)
+        kernels.setdefault(gain.contender, []).append(gain)
     parts = []
-    for contender, ratios in kernels.items():
-        mean = stats.geomean(ratios)
-        lost = sum(r.value < 1 for r in ratios)
+    for contender, gains in kernels.items():
+        mean = stats.geomean([gain.online_ratio for gain in gains])
         net = 1 - 1 / mean.value
         word = "saves" if net >= 0 else "costs"
         kernel = contender.full.replace("-regroup", "")
         part = f"for {kernel} regrouping {word} {abs(net):.1%} of the call, search included"
-        part += f" (it loses on {lost} of {_captures(len(ratios))})" if lost else ""
+        part += _wins_and_losses(gains)
         if contender.fixed_path:
             part += _left_out(scope, contender)
         parts.append(part)
     text = "; ".join(parts)
     doubt = (
-        "" if all(r.enough for ratios in kernels.values() for r in ratios) else " Too few samples to be sure."
+        ""
+        if all(g.online_ratio.enough for gains in kernels.values() for g in gains)
+        else " Too few samples to be sure."
     )
     return text[:1].upper() + text[1:] + "." + doubt if text else ""
+
+
+def _wins_and_losses(gains: list[Gain]) -> str:
+    """On how many captures the search wins and loses beyond the noise; nothing where it wins on all."""
+    verdicts = [gain.says for gain in gains]
+    words = {
+        "faster": "wins on",
+        "slower": "loses on",
+        "same": "makes no difference on",
+        "unsure": "unsure on",
+    }
+    counted = [f"{words[v]} {verdicts.count(v)}" for v in words if v in verdicts]
+    if set(verdicts) == {"faster"}:
+        return ""
+    return f" (of {_captures(len(gains))} it {', '.join(counted)})".replace("it unsure on", "unsure on")
 
 
 def _left_out(scope: Scope, path: Contender) -> str:

@@ -16,8 +16,8 @@ from pwbench import __version__, variants
 from pwbench.columns import COLUMNS
 from pwbench.errors import PwbenchError
 from pwbench.report import drawing, figures, glossary, reach, studies, tables
-from pwbench.report.cells import ACCURATE, Table, error, times
-from pwbench.report.contenders import ONE_PRECISION, Contender
+from pwbench.report.cells import ACCURATE, Table, error, times, worst
+from pwbench.report.contenders import ONE_PRECISION, OWN_PRECISION, Contender
 from pwbench.report.formats import sections
 from pwbench.report.headline import Headline, headline
 from pwbench.report.model import Report, Scope
@@ -45,6 +45,12 @@ class Part:
     tables: list[Table] = field(default_factory=list)
     marks: list[str] = field(default_factory=list)
     ceilings_source: str = ""
+
+    @property
+    def elsewhere(self) -> str:
+        """What the mark beside some speed-ups means, empty where none has it."""
+        marked = any(self.scope.elsewhere(*key) for key in self.scope.speedups if key[0] in self.scope.shown)
+        return tables.elsewhere_note(self.scope) if marked else ""
 
     @property
     def one_precision(self) -> bool:
@@ -76,6 +82,7 @@ def html(
         report=report,
         parts=parts,
         glance=_glance(report, parts),
+        glance_probes=bool(_probes([part.scope for part in parts if not part.scope.synthetic])),
         about=_about(parts),
         purposes=_purposes(captures),
         others=[table for table in others if table.rows],
@@ -140,21 +147,28 @@ def _glance(report: Report, parts: list[Part]) -> Table | None:
         return None
     table = Table(
         f"All suites on {first.gpu or first.device}: geomean speed-up over {first.baseline}",
-        ["variant", "precision", *(scope.suite for scope in scopes)],
+        ["variant", "precision", "worst rel-L2", *(scope.suite for scope in scopes)],
         text=(0, 1),
     )
     seen: dict[Contender, Scope] = {}
     for scope in scopes:
         for contender in scope.shown:
             seen.setdefault(contender, scope)
-    probes = {contender for scope in scopes for contender in scope.probes}
-    for contender in sorted(seen, key=lambda c: c in probes):
-        if contender in probes and not table.breaks:
-            table.breaks.add(len(table.rows))
-        means = [scope.geomeans.get(contender) for scope in scopes]
-        cells = [times(m.value) if m else _ABSENT for m in means]
-        table.rows.append([contender.label, seen[contender].precision_of(contender), *cells])
-    if any(_ABSENT in cells for cells in table.rows):
+    probes = _probes(scopes)
+    order = (*CHOICES["precision"], OWN_PRECISION)
+    blocks: dict[tuple[bool, int], list[Contender]] = {}
+    for contender, scope in seen.items():
+        key = (contender in probes, order.index(scope.precision_of(contender)))
+        blocks.setdefault(key, []).append(contender)
+    for _, block in sorted(blocks.items()):
+        table.breaks.add(len(table.rows))
+        for contender in block:
+            means = [scope.geomeans.get(contender) for scope in scopes]
+            cells = [times(m.value) if m else _ABSENT for m in means]
+            found = worst((row for scope in scopes for row in scope.rows_of(contender)), "rel_l2")
+            precision = seen[contender].precision_of(contender)
+            table.rows.append([contender.label, precision, error(found) or _ABSENT, *cells])
+    if any(_ABSENT in cells[3:] for cells in table.rows):
         table.notes.append(f"{_ABSENT} not measured.")
     for precision in CHOICES["precision"]:
         lacking = [scope.suite for scope in scopes if precision in scope.unmeasured]
@@ -163,10 +177,19 @@ def _glance(report: Report, parts: list[Part]) -> Table | None:
     return table
 
 
+def _probes(scopes: list[Scope]) -> set[Contender]:
+    return {contender for scope in scopes for contender in scope.probes}
+
+
 def _about(parts: list[Part]) -> list[tuple[str, str]]:
     """(name, what it is) of every variant on the page that this pwbench knows."""
     shown = {contender.variant: None for part in parts for contender in part.scope.shown}
-    return [(name, variants.get(name).summary) for name in shown if name in variants.names()]
+    known = {name: variants.get(name) for name in shown if name in variants.names()}
+    return [(name, _sentences(v.summary, getattr(v, "choice", ""))) for name, v in known.items()]
+
+
+def _sentences(summary: str, choice: str) -> str:
+    return f"{summary}. {choice}" if choice else summary
 
 
 def _purposes(captures: str | Path | None) -> dict[str, str]:

@@ -30,6 +30,11 @@ CPU_BASELINE = "reference"
 SYNTHETIC_SUITES = ("extremes", "shapes", "affinity", "synthetic")
 """Suites of made-up selections: reported, always apart and last, never headlined."""
 
+BOUNDS = ("extremes",)
+"""Suites of best and worst cases: each capture is a bound of its own."""
+SWEEP = "affinity"
+"""The suite whose captures, in order, differ in one thing only."""
+
 
 @dataclass
 class Scope:
@@ -38,6 +43,7 @@ class Scope:
     Attributes:
         baseline: the variant the others are compared with, None when it has no ok row here.
         note: what the reader must know about the baseline, empty if nothing.
+        tip: what to ask for to get speed-ups, where there are none.
         cells: the current ok row of every contender on every capture.
         others: all ok rows of the scope, older sessions included, to find partners for pairing.
         missing: current rows that are not ok.
@@ -50,6 +56,7 @@ class Scope:
     l2: str
     baseline: str | None = None
     note: str = ""
+    tip: str = ""
     cells: dict[tuple[Contender, str], Row] = field(default_factory=dict)
     others: list[Row] = field(default_factory=list)
     missing: list[Row] = field(default_factory=list)
@@ -57,6 +64,11 @@ class Scope:
     @property
     def synthetic(self) -> bool:
         return self.suite in SYNTHETIC_SUITES
+
+    @property
+    def bounds(self) -> bool:
+        """Whether its captures are bounds made up one by one, over which no mean has a meaning."""
+        return self.suite in BOUNDS
 
     @property
     def config(self) -> str:
@@ -67,6 +79,11 @@ class Scope:
             if self.device == "cuda"
             else f"CPU ({self.gpu})"
         )
+
+    @cached_property
+    def tensors(self) -> list[str]:
+        """The kinds of tensors that the current rows were measured on."""
+        return sorted({str(row["tensors"]) for row in self.cells.values() if row["tensors"]})
 
     @cached_property
     def captures(self) -> list[str]:
@@ -195,6 +212,15 @@ class Scope:
             ),
             default=None,
         )
+
+    def elsewhere(self, contender: Contender, capture: str) -> bool:
+        """Whether the speed-up is over another row of the baseline than the one that is shown, so that the
+        printed times do not give it."""
+        if (contender, capture) not in self.speedups:
+            return False
+        base = self.base_row(contender, capture)
+        shown = [row for (c, where), row in self.cells.items() if where == capture and c in self.shown]
+        return not any(row is base for row in shown)
 
     def baseline_precision(self, wanted: str) -> str | None:
         """The precision of the baseline that ``wanted`` is compared with: the same, or its only one."""

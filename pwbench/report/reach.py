@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from pwbench import ceilings
-from pwbench.report.contenders import Contender
+from pwbench.report.contenders import Contender, shares_pages
 from pwbench.report.model import Scope
 from pwbench.results import Row
 
@@ -52,7 +52,7 @@ def row_rates(row: Row) -> dict[str, float]:
     A variant whose page lists are not shared reports only useful work; its bytes are not known.
     """
     seconds = (row["attention_us"] or row["complete_us"]) * 1e-6
-    shared = row["groups"] and row["groups"] < row["total_q"] * row["kv_heads"]
+    shared = shares_pages(row)
     passes = 2 if row["precision"] == "accurate" else 1
     flops = row["mma_flops"] if shared else row["useful_flops"]
     rates = {"tensor": passes * flops / seconds, "exp": row["useful_flops"] / 512 / seconds}

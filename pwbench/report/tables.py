@@ -17,7 +17,14 @@ from pwbench.report.cells import (
     with_interval,
     worst,
 )
-from pwbench.report.contenders import ONE_PRECISION, OWN_PRECISION, Contender, contender_of
+from pwbench.report.contenders import (
+    ONE_PRECISION,
+    OWN_PRECISION,
+    WINDOWS,
+    Contender,
+    contender_of,
+    shares_pages,
+)
 from pwbench.report.model import Report, Scope
 from pwbench.results import STAGES, Row
 
@@ -33,6 +40,8 @@ def title_of(scope: Scope) -> str:
 
 def geomean(report: Report, scope: Scope) -> Table:
     """Who is fastest over the suite, by how much, how sure, at what accuracy."""
+    if scope.bounds:
+        return Table(f"Geomean speed-up, {title_of(scope)}", [])
     table = Table(
         f"Geomean speed-up, {title_of(scope)}",
         ["variant", "precision", "speed-up", "worst rel-L2", "95 % interval", "verdict", "captures"],
@@ -59,13 +68,15 @@ def geomean(report: Report, scope: Scope) -> Table:
     if scope.note:
         table.notes.append(scope.note)
     table.notes += _about_precisions(scope)
+    if any(" W" in contender.label for contender in scope.shown):
+        table.notes.append(WINDOWS)
     if scope.probes:
         names = ", ".join(dict.fromkeys(contender.variant for contender in scope.probes))
         table.notes.append(
             f"{names}: measured to tell what a search is worth, not to choose from. original never "
             "searches, regroup always does, precomputed is handed what a search finds."
         )
-    return table
+    return table.without_empty_columns()
 
 
 def _about_precisions(scope: Scope) -> list[str]:
@@ -74,7 +85,9 @@ def _about_precisions(scope: Scope) -> list[str]:
     own = [c.variant for c in scope.shown if scope.precision_of(c) == OWN_PRECISION]
     if own:
         have = f"{', '.join(own)} {'has' if len(own) == 1 else 'have'} one precision"
-        limit = f"The limit of {error(ACCURATE)} is pwbench's, for its own kernels at accurate."
+        limit = (
+            f"The limit of {error(ACCURATE)} is pwbench's, for its own kernels at accurate on seeded tensors."
+        )
         notes.append(f"{OWN_PRECISION}: {have}, whichever stands beside it. {limit}")
     notes += [f"{precision}: not measured." for precision in scope.unmeasured]
     return notes
@@ -91,9 +104,12 @@ def speedups(report: Report, scope: Scope) -> Table:
         if contender.variant == scope.baseline and len(scope.shown) > 1:
             continue
         cells = [with_interval(scope.speedups.get((contender, capture))) for capture in scope.captures]
-        mean = scope.geomeans.get(contender)
-        table.rows.append([contender.label, scope.precision_of(contender), *cells, with_interval(mean)])
-    table.notes = [scope.note] if scope.note else []
+        mean = [] if scope.bounds else [with_interval(scope.geomeans.get(contender))]
+        table.rows.append([contender.label, scope.precision_of(contender), *cells, *mean])
+    if scope.bounds:
+        table.columns.remove("geomean")
+        table.notes.append("Bounds, each for itself: a mean over them would say nothing.")
+    table.notes += [scope.note] if scope.note else []
     table.notes.append("In brackets: 95 % bootstrap interval of the ratio of medians.")
     return table
 
@@ -107,6 +123,7 @@ def details(report: Report, scope: Scope) -> Table:
         ["capture", "variant", "precision", "speed-up", *stages, "rel-L2", "union pages"],
         text=(0, 1, 2),
     )
+    marked = False
     for capture in scope.captures:
         table.breaks.add(len(table.rows))
         for contender in scope.shown:
@@ -114,18 +131,34 @@ def details(report: Report, scope: Scope) -> Table:
             if row is None:
                 continue
             ratio = scope.speedups.get((contender, capture))
+            elsewhere = scope.elsewhere(contender, capture)
+            marked |= elsewhere
             table.rows.append(
                 [
                     capture,
                     contender.label,
                     scope.precision_of(contender),
-                    times(ratio.value if ratio else None),
+                    times(ratio.value if ratio else None) + (ELSEWHERE if elsewhere else ""),
                     *(write(row[f"{name}_us"]) for name in ("complete", *STAGES, "gap")),
                     error(row["rel_l2"]),
                     count(row["union_pages"]),
                 ]
             )
+    if marked:
+        table.notes.append(elsewhere_note(scope))
     return table.without_empty_columns()
+
+
+ELSEWHERE = "\N{DAGGER}"
+"""Marks a speed-up over a row of the baseline that is not shown."""
+
+
+def elsewhere_note(scope: Scope) -> str:
+    """What `ELSEWHERE` means."""
+    return (
+        f"{ELSEWHERE} over another run of {scope.baseline} than the one whose time is shown (beside this "
+        "variant in its own session, or beside its precision), so that the times here do not give it."
+    )
 
 
 def split(report: Report, scope: Scope) -> Table:
@@ -153,45 +186,56 @@ def split(report: Report, scope: Scope) -> Table:
 
 
 def accuracy(report: Report, scope: Scope) -> Table:
-    """Worst error of every contender over the suite, beside what the FP8 cache itself costs."""
+    """Worst error of every contender over the suite, beside what the FP8 cache itself costs.
+
+    Rows on seeded tensors and rows on the model's own stand in blocks of their own: their errors differ by
+    more than those of two kernels do.
+    """
     table = Table(
         f"Accuracy, {scope.suite}: {scope.config}",
         [
+            "tensors",
             "variant",
             "precision",
             "rel-L2",
             "max abs",
             "cosine",
             "rows checked",
-            "tensors",
             "error of the FP8 cache itself",
         ],
-        notes=[
-            "The worst over the captures, against the reference on the stored FP8 cache. The last column is "
-            "the distance between that reference and the model's own output: the price of storing FP8."
-        ],
-        text=(0, 1, 6),
+        text=(0, 1, 2),
     )
-    for contender in sorted(
-        scope.shown, key=lambda c: (worst(scope.rows_of(c), "rel_l2") or math.inf, c.label)
-    ):
-        rows = _rows_on_real_values(scope, contender)
-        kinds = ", ".join(sorted({str(row["tensors"]) for row in rows}))
-        lowest = min((row["cosine"] for row in rows if row["cosine"] is not None), default=None)
-        checked = sum(row["checked_rows"] or 0 for row in rows)
-        table.rows.append(
-            [
-                contender.label,
-                scope.precision_of(contender),
-                error(worst(rows, "rel_l2")),
-                error(worst(rows, "max_abs")),
-                "" if lowest is None else f"{lowest:.6f}",
-                count(checked),
-                kinds,
-                error(worst(rows, "fp8_cache_rel_l2")),
-            ]
+    measured = _by_tensors(scope)
+    used = scope.tensors
+    for kind in sorted(measured, key=lambda kind: (kind not in used, kind)):
+        table.breaks.add(len(table.rows))
+        mine = measured[kind]
+        for contender in sorted(mine, key=lambda c: (worst(mine[c], "rel_l2") or math.inf, c.label)):
+            rows = mine[contender]
+            lowest = min((row["cosine"] for row in rows if row["cosine"] is not None), default=None)
+            table.rows.append(
+                [
+                    TENSORS.get(kind, kind),
+                    contender.label,
+                    scope.precision_of(contender),
+                    error(worst(rows, "rel_l2")),
+                    error(worst(rows, "max_abs")),
+                    "" if lowest is None else f"{lowest:.6f}",
+                    count(sum(row["checked_rows"] or 0 for row in rows)),
+                    error(worst(rows, "fp8_cache_rel_l2")),
+                ]
+            )
+    table.notes.append("The worst over the captures, against the reference on the stored FP8 cache.")
+    if used:
+        kinds = " and ".join(TENSORS.get(kind, kind) for kind in used)
+        table.notes.append(f"The headline and the speed-ups of this suite are of rows on tensors: {kinds}.")
+    table.notes.append(f"The limit of accurate, {error(ACCURATE)}, is meant on seeded tensors.")
+    if "stored" in measured:
+        table.notes.append(
+            "The last column is the distance between that reference and the model's own output: the price "
+            "of storing K and V in FP8."
         )
-    return table
+    return table.without_empty_columns()
 
 
 def values(report: Report, scope: Scope) -> Table:
@@ -245,13 +289,17 @@ def counters(report: Report, scope: Scope) -> Table:
         ],
         text=(0, 2),
     )
+    uncounted: set[str] = set()
     for capture in scope.captures:
         table.breaks.add(len(table.rows))
         shared: dict[tuple[Any, ...], list[str]] = {}
         rows: dict[tuple[Any, ...], Row] = {}
+        alone: list[str] = []
         for contender in scope.shown:
             row = scope.cells.get((contender, capture))
-            if row is not None and row["union_pages"] is not None:
+            if row is not None and row["union_pages"] is not None and not shares_pages(row):
+                alone.append(contender.label)
+            elif row is not None and row["union_pages"] is not None:
                 key = tuple(row[name] for name in (*names, "kv_bytes", "mma_flops"))
                 shared.setdefault(key, []).append(contender.label)
                 rows[key] = row
@@ -271,6 +319,24 @@ def counters(report: Report, scope: Scope) -> Table:
                     else "",
                 ]
             )
+        if alone:
+            uncounted |= set(alone)
+            row = next(
+                r for (_, c), r in scope.cells.items() if c == capture and r["union_pages"] is not None
+            )
+            known = [
+                capture,
+                count(row["context"]),
+                ", ".join(sorted(set(alone))),
+                "",
+                count(row["selected_pages"]),
+            ]
+            table.rows.append([*known, *[""] * (len(table.columns) - len(known))])
+    if uncounted:
+        table.notes.append(
+            f"{', '.join(sorted(uncounted))}: how queries share pages is not counted, so that a row says "
+            "only what was selected."
+        )
     return table
 
 
@@ -341,8 +407,21 @@ def unavailable(report: Report) -> Table:
     return table
 
 
-def _rows_on_real_values(scope: Scope, contender: Contender) -> list[Row]:
-    """The contender's rows, those on stored tensors where there are any: seeded values prove nothing."""
-    mine = [row for row in scope.others if row["tensors"] == "stored" and contender_of(row) == contender]
-    newest = {row["capture"]: row for row in mine}
-    return list(newest.values()) or scope.rows_of(contender)
+TENSORS = {"seeded": "seeded", "stored": "the model's own"}
+"""The values of the column ``tensors`` for a reader."""
+
+
+def _by_tensors(scope: Scope) -> dict[str, dict[Contender, list[Row]]]:
+    """Of every kind of tensors the shown contenders' rows: the current, or of other kinds the newest."""
+    found: dict[str, dict[Contender, dict[str, Row]]] = {}
+    tables = {capture: row["tables_sha256"] for (_, capture), row in scope.cells.items()}
+    current = [scope.cells[key] for key in scope.cells]
+    for row in [*scope.others, *current]:
+        if row["tables_sha256"] == tables.get(row["capture"]):
+            kind = found.setdefault(str(row["tensors"]), {})
+            kind.setdefault(contender_of(row), {})[row["capture"]] = row
+    shown = {
+        kind: {c: list(rows.values()) for c, rows in mine.items() if c in scope.shown}
+        for kind, mine in found.items()
+    }
+    return {kind: mine for kind, mine in shown.items() if mine}

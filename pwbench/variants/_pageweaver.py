@@ -38,6 +38,19 @@ class PageWeaver(UnionVariant):
         )
         self.adapts = order is None
 
+    @property
+    def choice(self) -> str:
+        """When it searches, in words; empty where it has no choice."""
+        if not self.adapts:
+            return ""
+        least = {key: f"{round(payoff.cost / payoff.saved, -2):,.0f}" for key, payoff in PAYOFFS.items()}
+        return (
+            "It searches where that saves more than it costs, by what was measured on an H200. Where pages "
+            f"times KV heads are at most {SHORT_IMAGES}: from {least['fast', 'short']} queries times KV "
+            f"heads on at fast, {least['accurate', 'short']} at accurate; where they are more: from "
+            f"{least['fast', 'long']} and {least['accurate', 'long']}. Else the queries stay in their order."
+        )
+
     def order_for(self, call: SparsePrefillCall, options: Options) -> Order:
         if not self.adapts:
             return self.order

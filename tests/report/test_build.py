@@ -90,7 +90,7 @@ def test_without_the_baseline_there_is_no_speedup_and_the_reason_is_named(tmp_pa
     assert report.scopes[0].baseline is None
     assert report.scopes[0].speedups == {}
     assert "flashinfer has no result here (FlashInfer is not installed)" in report.scopes[0].note
-    assert "--fallback union8" in report.scopes[0].note
+    assert "--fallback union8" in report.scopes[0].tip
 
 
 def test_a_fallback_is_used_only_when_the_user_names_one(tmp_path):
@@ -110,7 +110,7 @@ def test_rows_of_different_sessions_are_compared_unpaired_with_a_warning(tmp_pat
     report = report_of(tmp_path, [row("flashinfer", complete_us=200), row("union8", session="another")])
     assert not next(iter(report.scopes[0].speedups.values())).paired or len(report.scopes[0].speedups) == 2
     assert report.scopes[0].speedups[Contender("union8", "fast", None), "code-8k"].paired is False
-    assert any("compare rows of different sessions" in warning for warning in report.warnings)
+    assert any("compare rows of two different sessions" in warning for warning in report.warnings)
 
 
 def test_a_partner_of_the_same_session_is_preferred_to_a_newer_one(tmp_path):
@@ -344,6 +344,122 @@ def test_errors_on_real_values_stand_below_what_the_fp8_cache_costs(tmp_path):
         ["union8", "fast", "2.1e-2", "2.1e-2"],
         ["union8", "accurate", "1.8e-3", "1.8e-3"],
     ]
+
+
+@pytest.mark.parametrize("same", ["commit", "tensors", "tables_sha256", None])
+def test_a_row_that_took_turns_with_the_baseline_stands_for_an_equivalent_newer_one(same, tmp_path):
+    change = {} if same is None else {same: "stored" if same == "tensors" else "other"}
+    newer = [row("union8", complete_us=80, **{**LATER, **change})]
+    if same == "tensors":
+        newer += [row("page-union", **LATER, **change), row("triton", **LATER, **change)]
+    rows = [row("flashinfer", complete_us=200), row("union8", complete_us=100), *newer]
+    scope = report_of(tmp_path, rows).scopes[0]
+    shown = scope.cells[Contender("union8", "fast", None), "code-8k"]
+    assert (shown["session"] == "later") == (same is not None), "older code never stands for newer"
+
+
+@pytest.mark.parametrize("others", [(), ("triton", "page-union"), ("triton", "page-union", "reference")])
+def test_which_row_is_compared_does_not_hang_on_what_else_was_measured(others, tmp_path):
+    third = {"session": "third", "created_utc": "2026-04-01T00:00:00+00:00"}
+    rows = [row(v, complete_us=us) for v, us in (("flashinfer", 200), ("union8", 100), ("pageweaver", 50))]
+    rows += [row(v, complete_us=us, **LATER) for v, us in (("flashinfer", 210), ("union8", 101))]
+    rows += [row("union8", complete_us=102, **third)] + [row(v) for v in others]
+    report = report_of(tmp_path, rows)
+    scope = report.scopes[0]
+    sessions = {c.variant: row_["session"] for (c, _), row_ in scope.cells.items()}
+    assert sessions == {"flashinfer": "later", "union8": "later"} | dict.fromkeys(
+        ("pageweaver", *others), rows[0]["session"]
+    )
+    assert all(ratio.paired for ratio in scope.speedups.values())
+    assert not any("different sessions" in warning for warning in report.warnings)
+    elsewhere = {c.variant for c in scope.contenders if scope.elsewhere(c, "code-8k")}
+    assert elsewhere == {"pageweaver", *others}, "their own session's baseline is not the one shown"
+
+
+def test_the_times_printed_give_the_speedup_printed_or_the_row_is_marked(tmp_path):
+    rows = [row("flashinfer", complete_us=200), row("flashinfer", complete_us=230, precision="accurate"),
+            row("union8", complete_us=100), row("union8", complete_us=150, precision="accurate"),
+            row("pageweaver", complete_us=50, **{**LATER, "commit": "other"})]  # fmt: skip
+    report = report_of(tmp_path, rows)
+    table = tables.details(report, report.scopes[0])
+    time = {(c[1], c[2]): float(c[table.columns.index("complete, us")]) for c in table.rows}
+    checked = 0
+    for cells in table.rows:
+        given = time["flashinfer", "its own"] / time[cells[1], cells[2]]
+        if not cells[3].endswith(tables.ELSEWHERE):
+            assert float(cells[3].rstrip("x")) == pytest.approx(given, abs=0.011)
+            checked += 1
+    assert 0 < checked < len(table.rows)
+    assert [tables.ELSEWHERE in note for note in table.notes] == [True]
+
+
+def test_the_caution_on_sessions_names_who_is_compared_across_them(tmp_path):
+    power = {"throttle": "power cap in 3 rounds"}
+    rows = [row("flashinfer", complete_us=200, **power), row("union8", **power),
+            row("pageweaver", complete_us=50, session="another", **power)]  # fmt: skip
+    held, apart = report_of(tmp_path, rows).warnings
+    assert "Variants of one session took turns" in held
+    assert apart.startswith("1 of 3 speed-ups compare rows of two different sessions")
+    assert "(six: pageweaver (fast))" in apart
+
+
+@pytest.mark.parametrize("current", ["seeded", "stored"])
+def test_errors_on_both_kinds_of_tensors_stand_apart_and_the_headlines_kind_is_named(current, tmp_path):
+    errors = {("seeded", "fast"): 5e-2, ("stored", "fast"): 4e-2}
+    errors |= {("seeded", "accurate"): 1.8e-3, ("stored", "accurate"): 3.9e-3}
+    rows = [
+        row("union8", c, rel_l2=e, precision=p, tensors=kind) for c in TWO for (kind, p), e in errors.items()
+    ]
+    rows += [row("pageweaver", c, rel_l2=7e-2, tensors=current) for c in TWO]
+    scope = report_of(tmp_path, rows).scopes[0]
+    table = tables.accuracy(None, scope)
+    found = {(cells[0], cells[1], cells[2]): cells[3] for cells in table.rows}
+    names = {"seeded": "seeded", "stored": "the model's own"}
+    for (kind, precision), value in errors.items():
+        assert found[names[kind], "union8", precision] == f"{value:.1e}".replace("e-0", "e-")
+    kinds = [cells[0] for cells in table.rows]
+    assert kinds[0] == names[current] and len(table.breaks) == 2
+    assert kinds == sorted(kinds, key=kinds.index), "each kind in one block"
+    assert ("pageweaver" in {c[1] for c in table.rows if c[0] == names[current]}) and len(found) == 5
+    assert any(f"are of rows on tensors: {names[current]}." in note for note in table.notes)
+    assert any("accurate, 2.5e-3, is meant on seeded tensors" in note for note in table.notes)
+
+
+@pytest.mark.parametrize("variant", ["flashinfer", "triton", "flashinfer-cake", "pageweaver"])
+def test_counters_of_what_does_not_tell_how_it_shares_are_left_blank(variant, tmp_path):
+    alone = {"groups": 8192, "union_pages": 131072, "subgroup_pages": None}
+    rows = [row("union8", c) for c in TWO] + [row(variant, c, **alone) for c in TWO]
+    table = tables.counters(None, report_of(tmp_path, rows).scopes[0])
+    by = {cells[2]: cells for cells in table.rows}
+    assert all(by["union8"])
+    known = {"capture", "context", "grouping of", "selected pages"}
+    assert {name for name, cell in zip(table.columns, by[variant], strict=True) if cell} == known
+    assert any(note.startswith(f"{variant}: how queries share pages is not counted") for note in table.notes)
+
+
+def test_provenance_tells_libraries_from_how_our_kernels_divide_their_work(tmp_path):
+    rows = [row("flashinfer", peer="flashinfer 0.7.4: CuTe union"), row("triton", peer="triton 3.6.0")]
+    rows += [row(v, peer="3 chunks of 2752 rows") for v in ("page-union", "page-union-stream")]
+    rows += [row("union8"), row("pageweaver")]
+    found = dict(studies.provenance(report_of(tmp_path, rows)).rows)
+    assert found["other libraries"] == "flashinfer 0.7.4: CuTe union; triton 3.6.0"
+    assert found["how our kernels divided the work"] == "3 chunks of 2752 rows"
+
+
+def test_every_variant_of_ours_is_known_as_ours_and_no_other():
+    from pwbench import variants
+
+    theirs = {"reference", "triton", "flashinfer", "flashinfer-cake", "flashinfer-paged"}
+    assert {name for name in variants.names() if not name.startswith(studies.OURS)} == theirs
+
+
+@pytest.mark.parametrize("windows", [(128,), (64, 128)])
+def test_a_window_in_a_name_is_explained_below_the_table(windows, tmp_path):
+    table = tables.geomean(
+        None, report_of(tmp_path, [row("union8-regroup", window=w) for w in windows]).scopes[0]
+    )
+    explained = any("A name without it means 128 for union8, and 64 for pageweaver" in n for n in table.notes)
+    assert explained == (64 in windows)
 
 
 def test_sweeps_and_shapes_are_made_up(tmp_path):

@@ -201,9 +201,37 @@ def test_every_ceiling_row_names_its_share_and_the_term_that_binds(drawn):
 
 def test_paths_that_nobody_chooses_are_left_out_of_accuracy_against_speed(drawn):
     written = {text for text, _, _ in texts(drawn["accuracy, suite"])}
-    assert {"pageweaver", "union8", "union8-regroup", "flashinfer"} <= written
+    assert {"pageweaver (fast)", "pageweaver (accurate)", "union8-regroup", "flashinfer"} <= written
+    assert "pageweaver" not in written, "twice the same name tells nothing apart"
     assert not {"pageweaver-regroup", "union8-precomputed"} & written
 
 
 def test_all_stages_have_a_colour_of_the_page(drawn):
     assert set(re.findall(r"var\(--(\w+)\)", drawn["stages, all"])) & set(STAGES)
+
+
+@pytest.mark.parametrize("spread", [1.0, 20.0])
+def test_speedups_are_always_drawn_on_a_logarithmic_axis_that_says_so(spread, tmp_path):
+    rows = [row("flashinfer", complete_us=200), row("union8", complete_us=190 / spread)]
+    written = {text for text, _, _ in texts(figures.speedups(scope_of(tmp_path, rows)))}
+    assert "times as fast as flashinfer, logarithmic" in written
+    assert "0" not in written
+
+
+def test_the_terms_of_a_ceiling_never_run_into_the_name_beside_them(tmp_path):
+    terms = ("tensor", "exp", "launch")
+    names = ("union8", "union8-precomputed", "pageweaver-original")
+    rows = [
+        row(v, c, roofline_term=t, window=w)
+        for v in names
+        for w in (64, 128)
+        for c, t in zip(CAPTURES, terms, strict=False)
+    ]
+    scope = scope_of(tmp_path, rows + [row("flashinfer", c, complete_us=200) for c in CAPTURES[:3]])
+    found = texts(figures.ceilings(scope, reach.reached(scope)))
+    boxes = [(text, box) for text, _, box in found]
+    bound = [item for item in boxes if "bound by" in item[0]]
+    assert any("…" in text for text, _ in bound) and any(", exp" in text for text, _ in bound)
+    for text, (left, top, _, bottom) in bound:
+        beside = [b for t, b in boxes if t != text and b[1] < bottom and b[3] > top and b[0] < left]
+        assert all(right + 2 < left for _, _, right, _ in beside), text

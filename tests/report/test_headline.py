@@ -7,8 +7,9 @@ import re
 import pytest
 
 from pwbench import results
-from pwbench.report import build
+from pwbench.report import build, studies, tables
 from pwbench.report.headline import headline
+from pwbench.report.html import html
 from tests.rows import row
 
 
@@ -107,14 +108,49 @@ def test_where_nothing_is_as_exact_the_answer_tells_not_measured_from_too_inexac
     (tmp_path / "rows.parquet").unlink()
     triton = row("triton", complete_us=300, rel_l2=2.1e-3)
     found = said(tmp_path, peer(), row("union8"), triton)
-    assert re.match(r"At like accuracy: triton \(own precision\), 0\.6\dx with rel-L2 2\.1e-3", found.alike)
+    assert found.alike == (
+        "Nothing measured at like accuracy is faster than flashinfer; union8 (accurate): not measured."
+    )
+    (tmp_path / "rows.parquet").unlink()
+    found = said(tmp_path, peer(), row("union8"), {**triton, "precision": "accurate"},
+                 row("union8", precision="accurate", rel_l2=9e-3))  # fmt: skip
+    assert found.alike == "Nothing measured at like accuracy is faster than flashinfer."
+    (tmp_path / "rows.parquet").unlink()
+    triton = row("triton", complete_us=150, rel_l2=2.1e-3)
+    found = said(tmp_path, peer(), row("union8"), triton)
+    assert re.match(r"At like accuracy: triton \(own precision\), 1\.3\dx with rel-L2 2\.1e-3", found.alike)
     assert found.alike.endswith(" Not measured at accurate in this suite.")
+
+
+@pytest.mark.parametrize(("theirs", "limit"), [(1.9e-3, "2.5e-3"), (2.9e-3, "2.9e-3")])
+def test_the_rule_of_like_accuracy_is_said_in_words(theirs, limit, tmp_path):
+    text = dict(said(tmp_path, {**peer(), "rel_l2": theirs}, row("union8")).facts)["At what accuracy?"]
+    assert "at most the larger of that limit and flashinfer's own worst on the same captures: here" in text
+    assert text.endswith(f"here {limit}.")
+
+
+@pytest.mark.parametrize("kernel", ["union8", "pageweaver"])
+@pytest.mark.parametrize("left_out", ["", "unsearched", "searched", "both"])
+def test_why_climbs_from_the_baseline_to_the_fastest_over_what_was_measured(kernel, left_out, tmp_path):
+    names = {"union8": ("union8", "union8-regroup"), "pageweaver": ("pageweaver-original", "pageweaver")}
+    unsearched, searched = names[kernel]
+    steps = [(unsearched, "accurate", 160), (searched, "accurate", 125), (searched, "fast", 80)]
+    rows = [row(v, complete_us=us, precision=p, noise=0.0, rel_l2=2e-3) for v, p, us in steps]
+    gone = {"": (), "unsearched": (0,), "searched": (1,), "both": (0, 1)}[left_out]
+    rows = [r for index, r in enumerate(rows) if index not in gone]
+    why = dict(said(tmp_path, row("flashinfer", complete_us=200, noise=0.0), *rows).facts)["Why?"]
+    values = [f"{v} ({p}) {200 / us:.2f}x" for v, p, us in steps]
+    want = " → ".join(["flashinfer 1.00x", *(v for i, v in enumerate(values) if i not in gone)])
+    assert (f"Step by step: {want}." in why) == (left_out != "both"), why
+    assert ("Step by step" in why) == (left_out != "both")
 
 
 @pytest.mark.parametrize("kind", ["seeded", "stored"])
 def test_seeded_tensors_are_admitted_and_only_they(kind, tmp_path):
     text = dict(said(tmp_path, peer(tensors=kind), row("union8", tensors=kind)).facts)["At what accuracy?"]
     assert ("Q and KV were seeded random values, not the model's own." in text) == (kind == "seeded")
+    assert ("Q and KV were the model's own values" in text) == (kind == "stored")
+    assert "for its kernels at accurate on seeded tensors." in text
 
 
 def test_why_uses_the_headlines_own_mean(tmp_path):
@@ -176,7 +212,30 @@ def test_losing_captures_are_counted_when_regrouping_is_judged(tmp_path):
     rows += [row("union8-regroup", "a", complete_us=80), row("union8-regroup", "b", complete_us=104)]
     text = dict(said(tmp_path, *rows).facts)["Does the search pay?"]
     assert "regrouping saves 8." in text or "regrouping saves 9." in text
-    assert "it loses on 1 of 2 captures" in text
+    assert "(of 2 captures it wins on 1, loses on 1)" in text
+
+
+@pytest.mark.parametrize(
+    ("times", "said_of_it"),
+    [
+        ((80, 80), ""),
+        ((80, 100), "(of 2 captures it wins on 1, makes no difference on 1)"),
+        ((104, 104), "(of 2 captures it loses on 2)"),
+        ((80, 100.6), "(of 2 captures it wins on 1, unsure on 1)"),
+    ],
+)
+def test_a_search_wins_and_loses_only_beyond_the_noise(times, said_of_it, tmp_path):
+    rows = [peer(capture=c) for c in "ab"] + [row("union8", c, noise=0.02, seed=3) for c in "ab"]
+    for capture, us in zip("ab", times, strict=True):
+        noise = 0.02 if us == 100.6 else 1e-4
+        same = {"seed": 3, "noise": 0.02} if us == 100 else {"noise": noise}
+        rows.append(row("union8-regroup", capture, complete_us=us, **same))
+    results.write(tmp_path / "rows.parquet", rows)
+    report = build(results.load(tmp_path))
+    text = dict(headline(report, report.scopes[0]).facts)["Does the search pay?"]
+    assert said_of_it in text and ("(of" in text) == bool(said_of_it), text
+    lost = studies.losses(report, report.scopes)
+    assert [c[0] for c in lost.rows] == [f"six/{c}" for c, us in zip("ab", times, strict=True) if us > 101]
 
 
 def test_cpu_times_are_not_sold_as_speed(tmp_path):
@@ -201,3 +260,57 @@ def test_where_a_kernel_chose_not_to_search_it_says_so(tmp_path):
     text = dict(said(tmp_path, *rows).facts)["Does the search pay?"]
     assert "regrouping costs" in text
     assert "left to itself it searches on 0 of 1 capture" in text
+
+
+@pytest.mark.parametrize(
+    ("overtakes", "captures", "words"),
+    [
+        (
+            False,
+            3,
+            "union8 (fast) has the shortest time on all 3 captures. It is never overtaken: no break-even",
+        ),
+        (False, 1, "union8 (fast) has the shortest time on 1 capture."),
+        (True, 3, "The shortest time has union8 (fast) on 2 of 3 captures, triton (own precision) on 1 of 3"),
+    ],
+)
+def test_without_a_baseline_the_answer_is_who_is_fastest_where(overtakes, captures, words, tmp_path):
+    names = [f"affinity-0{i}0" for i in range(captures)]
+    rows = [row("union8", c, suite="affinity", complete_us=100) for c in names]
+    rows += [
+        row("triton", c, suite="affinity", complete_us=90 if overtakes and c == names[-1] else 150)
+        for c in names
+    ]
+    rows += [row("union8-precomputed", c, suite="affinity", complete_us=20) for c in names]
+    found = said(tmp_path, *rows)
+    assert words in found.answer and "--" not in found.answer
+    crossing = "triton (own precision) overtakes union8 (fast) between affinity-010 and affinity-020."
+    text = dict(found.facts)["Against what?"]
+    assert (crossing in text) == overtakes and "--" not in text and "flashinfer has no result here" in text
+    results.write(tmp_path / "again.parquet", rows)
+    scope = build(results.load(tmp_path)).scopes[0]
+    table = tables.geomean(None, scope)
+    assert {"speed-up", "verdict"}.isdisjoint(table.columns) and len(table.rows) == 3
+    assert all(any(cells[i] for cells in table.rows) for i in range(len(table.columns)))
+
+
+def test_bounds_have_no_mean_anywhere(tmp_path):
+    rows = [row(v, c, suite="extremes", complete_us=us, noise=0.0)
+            for v, c, us in (("flashinfer", "a", 200), ("flashinfer", "b", 300), ("union8", "a", 100),
+                             ("union8", "b", 400))]  # fmt: skip
+    results.write(tmp_path / "rows.parquet", rows)
+    report = build(results.load(tmp_path))
+    scope = report.scopes[0]
+    found = headline(report, scope)
+    assert found.answer == (
+        "Bounds, each for itself, of union8 (fast) over flashinfer: 2.00x on a, 0.75x on b."
+    )
+    assert [question for question, _ in found.facts] == ["At what accuracy?"]
+    assert tables.geomean(report, scope).rows == []
+    assert "geomean" not in tables.speedups(report, scope).columns
+    assert all(
+        len(c) == len(tables.speedups(report, scope).columns) for c in tables.speedups(report, scope).rows
+    )
+    drawn = [text for _, text in found.facts] + [html(report, captures=None)]
+    sqrt = f"{1.5**0.5:.2f}x"
+    assert not any(sqrt in text for text in drawn)

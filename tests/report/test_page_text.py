@@ -162,3 +162,35 @@ def test_the_words_at_the_end_are_those_of_the_page(page, tmp_path):
     cpu = {"device": "cpu", "gpu": "Xeon", "mode": "eager"}
     bare = words(page_of(tmp_path, [row("reference", **cpu), row("union8", **cpu)]))
     assert not {"Cake, CuTe union", "cold L2, warm L2", "CUDA graph", "regrouping", "affinity"} & set(bare)
+
+
+def test_the_caption_of_regrouping_says_why_a_diamond_may_lie_beyond_the_bar(page):
+    assert "even beyond the bar of attention, because stages overlap: they are timed apart from the" in seen(
+        page
+    )
+
+
+def test_the_answer_stands_above_the_cautions_and_the_overview_is_grouped_by_precision(tmp_path):
+    rows = [
+        {**r, "throttle": "power cap in 3 rounds"} for name in ("six", "batch") for r in suite_rows(name, TWO)
+    ]
+    page = page_of(tmp_path, rows)
+    first = page[page.index("<main>") : page.index('<ul class="warnings">')]
+    assert "six: pageweaver (fast) is fastest" in seen(first) and "At like accuracy:" in seen(first)
+    overview = page[page.index("At a glance") :]
+    overview = overview[: overview.index("</table>")]
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", line) for line in overview.split("<tr")[2:]]
+    assert re.findall(r"<th[^>]*>([^<]*)</th>", overview)[:3] == ["variant", "precision", "worst rel-L2"]
+    assert all(re.fullmatch(r"[\d.]+e-\d+", line[2]) for line in cells)
+    kinds = [line[1] for line in cells if "-" not in line[0]]
+    assert kinds == sorted(kinds, key=["fast", "accurate", "its own"].index) and len(set(kinds)) == 3
+
+
+def test_the_page_says_when_pageweaver_searches_by_the_numbers_it_goes_by(page):
+    from pwbench.variants._pageweaver import PAYOFFS, SHORT_IMAGES
+
+    text = seen(page[page.index("What each variant is") : page.index('<section id="six')])
+    assert f"at most {SHORT_IMAGES}: from" in text
+    for payoff in PAYOFFS.values():
+        assert f"{round(payoff.cost / payoff.saved, -2):,.0f}" in text
+    assert text.count("It searches where") == 1, "fixed paths have no choice"
