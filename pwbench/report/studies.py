@@ -157,7 +157,7 @@ def unions(report: Report, scopes: Iterable[Scope]) -> Table:
         notes=[
             "Union pages are page visits, which decide the bytes moved; 4-query pages are tensor rounds. "
             "union8's search puts 8 queries together and minimises the first only; pageweaver's puts the 4 "
-            "of a tile together and minimises the second."
+            "of a tile together for the second, then pairs tiles for the first."
         ],
         text=(0, 1, 3),
     )

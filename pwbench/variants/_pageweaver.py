@@ -29,7 +29,8 @@ PAYOFFS = {
 
 
 class PageWeaver(UnionVariant):
-    """Tasks of 8 rows, in two tiles of 4; the search fills tiles, whose unions the tensor cores pay for."""
+    """Tasks of 8 rows, in two tiles of 4. The search fills tiles, whose unions the tensor cores pay for, and
+    then pairs them by the pages that a task copies."""
 
     def __init__(self, name: str, summary: str, order: Order | None) -> None:
         """``order`` None: whichever pays, by what the host knows."""
