@@ -93,7 +93,7 @@ def test_another_baseline_can_be_named(stored):
 def test_a_fallback_serves_where_the_baseline_has_no_rows(tmp_path):
     results.write(tmp_path / "a.parquet", [row("union8"), row("pageweaver", complete_us=50)])
     path = tmp_path / "a.parquet"
-    assert "name --fallback pageweaver" in run(path).stdout
+    assert "Name --fallback pageweaver" in run(path).stdout
     assert "compared with union8, as asked" in run(path, "--fallback", "union8").stdout
 
 
