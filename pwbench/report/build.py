@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pandas as pd
@@ -108,8 +109,13 @@ def _bring_together(scope: Scope) -> None:
     beside the baseline, if there is one. A row of older code never stands for a newer one, and which other
     variants there are changes nothing.
     """
+    if scope.baseline is None:
+        return
+    measured: defaultdict[tuple[Contender, str], list[Row]] = defaultdict(list)
+    for row in scope.others:
+        measured[contender_of(row), row["capture"]].append(row)
     for (contender, capture), current in list(scope.cells.items()):
-        if scope.baseline is None or contender.variant == scope.baseline:
+        if contender.variant == scope.baseline:
             continue
         precision = scope.baseline_precision(contender.precision)
         beside = {
@@ -118,21 +124,19 @@ def _bring_together(scope: Scope) -> None:
             if (row["variant"], row["capture"], row["precision"]) == (scope.baseline, capture, precision)
             and (row["tensors"], row["tables_sha256"]) == (current["tensors"], current["tables_sha256"])
         }
-        shared = [row for row in _equivalents(scope, contender, current) if row["session"] in beside]
+        shared = [
+            row
+            for row in measured[contender, capture]
+            if row["session"] in beside and _same_program(row, current)
+        ]
         if shared:
             scope.cells[contender, capture] = shared[-1]
 
 
-def _equivalents(scope: Scope, contender: Contender, current: Row) -> list[Row]:
-    """Ok rows that could stand for ``current``, itself included, oldest first."""
-    if not current["commit"]:
-        return [current]
-    alike = ("capture", "commit", "tensors", "tables_sha256", "peer")
-    return [
-        row
-        for row in scope.others
-        if contender_of(row) == contender and all(row[name] == current[name] for name in alike)
-    ]
+def _same_program(row: Row, current: Row) -> bool:
+    """Whether ``row`` could stand for ``current``: known to be the same code on the same inputs."""
+    alike = ("commit", "tensors", "tables_sha256", "peer")
+    return bool(current["commit"]) and all(row[name] == current[name] for name in alike)
 
 
 def _scope_order(scope: Scope) -> tuple[Any, ...]:
