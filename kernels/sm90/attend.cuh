@@ -31,14 +31,18 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Wal
     Page after = walk.next();
     wgmma_wait_group<0>();
     pin(scores);
+    release_keys(shared, page);
     bool live = (page.members >> warp) & 1, moved = false;
     if (live) moved = exponentiate(rows, scores, probabilities, seen - page.logical * PAGE, correction);
     if (moved) scale_rows(rows.o, correction);
     pack_page(packed, probabilities, live);
-    bool ready = page_ready(shared, after);
+    bool ready = both_ready(shared, page, after);
 
     while (may_hold(page, after)) {
-        if (!ready) wait_page(shared, after);
+        if (!ready) {
+            wait_values(shared, page);
+            wait_keys(shared, after);
+        }
         wgmma_fence();
         multiply_keys(scores, tile, keys_of(shared, after));
         wgmma_commit_group();
@@ -47,25 +51,27 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Wal
         const Page later = walk.next();
         wgmma_wait_group<1>();
         pin(scores);
+        release_keys(shared, after);
 
         live = (after.members >> warp) & 1;
         moved = false;
         if (live) moved = exponentiate(rows, scores, probabilities, seen - after.logical * PAGE, correction);
-        ready = page_ready(shared, later);  // asked here, where the answer has time to come
+        ready = both_ready(shared, after, later);  // asked here, where the answer has time to come
 
         wgmma_wait_group<0>();
         pin(rows.o);
-        release_page(shared, page);
+        release_values(shared, page);
         if (moved) scale_rows(rows.o, correction);
         pack_page(packed, probabilities, live);
         page = after;
         after = later;
     }
+    wait_values(shared, page);
     wgmma_fence();
     multiply_values(rows, packed, values_of(shared, page));
     wgmma_commit_group();
     wgmma_wait_group<0>();
     pin(rows.o);
-    release_page(shared, page);
+    release_values(shared, page);
     page = after;
 }

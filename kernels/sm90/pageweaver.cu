@@ -5,7 +5,8 @@
 //
 // Roles: two consumer warpgroups, one tile each, and four service warps: one streams pages, two
 // quantise the next task's Q while this one computes, one fetches tasks.
-// Rings: `STAGES` pages (K | V^T | ones), four task records with their page lists, two sets of Q tiles.
+// Rings: `STAGES` pages, where K and V^T come and go each by itself, since K is read a page ahead of V^T; four task
+// records with their page lists; two sets of Q tiles.
 //
 // rows.cuh holds the arithmetic of either precision, attend.cuh the page loop.
 #include "records.cuh"
@@ -13,7 +14,7 @@
 
 constexpr int WARPGROUPS = 2;
 constexpr int STAGES = ACCURATE ? 3 : 5;
-constexpr int FILLS = 2 * STAGES;  // fills that have a `page_full` barrier of their own, see page_ready
+constexpr int FILLS = 2 * STAGES;  // fills that have a `full` barrier of their own, see walk.cuh
 constexpr int TASK_BUFFERS = 4;
 constexpr int Q_BUFFERS = 2;
 constexpr int CONSUMERS = WARPGROUPS * 128;
@@ -38,7 +39,7 @@ constexpr int LIST_OFFSET = SCALE_OFFSET + Q_BUFFERS * WARPGROUPS * TILE_ROWS * 
 constexpr int STEPS_OFFSET = LIST_OFFSET + TASK_BUFFERS * TASK_PAGES * sizeof(PageRecord);
 constexpr int TASK_OFFSET = STEPS_OFFSET + TASK_BUFFERS * WARPGROUPS * TILE_STEPS * 8;
 constexpr int BARRIER_OFFSET = TASK_OFFSET + TASK_BUFFERS * sizeof(TaskRecord);
-constexpr int BARRIERS = FILLS + STAGES + 2 * TASK_BUFFERS + 2 * Q_BUFFERS;
+constexpr int BARRIERS = 2 * (FILLS + STAGES) + 2 * TASK_BUFFERS + 2 * Q_BUFFERS;
 constexpr int ISSUED_OFFSET = BARRIER_OFFSET + BARRIERS * 8;
 constexpr int SHARED_BYTES = ISSUED_OFFSET + 8;
 static_assert(SHARED_BYTES + 1024 <= 232448, "one CTA's shared memory on sm_90");
@@ -51,7 +52,7 @@ struct Step {
     uint32_t fill, place;  // see place_of; zeros mark the end
 };
 
-/// A page's logical id, the members of one tile (never none), where it lies in the ring, and which barrier and
+/// A page's logical id, the members of one tile (never none), where it lies in the ring, and which barriers and
 /// parity say that it is there.
 __device__ __forceinline__ uint32_t place_of(uint32_t logical, uint32_t members, uint32_t fill) {
     return logical | members << 16 | fill % STAGES << 20 | fill % FILLS << 23 | (fill / FILLS & 1) << 27;
@@ -81,9 +82,11 @@ struct Shared {
     }
     __device__ uint32_t issued() const { return address + ISSUED_OFFSET; }  // see wait_first
     __device__ uint32_t barrier(int i) const { return address + BARRIER_OFFSET + 8 * i; }
-    __device__ uint32_t page_full(int f) const { return barrier(f); }
-    __device__ uint32_t page_free(int s) const { return page_full(FILLS + s); }
-    __device__ uint32_t task_full(int b) const { return page_free(STAGES + b); }
+    __device__ uint32_t keys_full(int f) const { return barrier(f); }
+    __device__ uint32_t values_full(int f) const { return keys_full(FILLS + f); }
+    __device__ uint32_t keys_free(int s) const { return values_full(FILLS + s); }
+    __device__ uint32_t values_free(int s) const { return keys_free(STAGES + s); }
+    __device__ uint32_t task_full(int b) const { return values_free(STAGES + b); }
     __device__ uint32_t task_free(int b) const { return task_full(TASK_BUFFERS + b); }
     __device__ uint32_t q_full(int b) const { return task_free(TASK_BUFFERS + b); }
     __device__ uint32_t q_free(int b) const { return q_full(Q_BUFFERS + b); }
@@ -126,8 +129,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Shared shared{base, opaque(uniform(smem_address(base)))};
     if (threadIdx.x == 0) {
         prefetch_tensormap(&keys);
-        for (int f = 0; f < FILLS; ++f) mbarrier_init(shared.page_full(f), 1);
-        for (int s = 0; s < STAGES; ++s) mbarrier_init(shared.page_free(s), WARPGROUPS * TILE_WARPS);
+        for (int f = 0; f < FILLS; ++f) {
+            mbarrier_init(shared.keys_full(f), 1);
+            mbarrier_init(shared.values_full(f), 1);
+        }
+        for (int s = 0; s < STAGES; ++s) {
+            mbarrier_init(shared.keys_free(s), WARPGROUPS * TILE_WARPS);
+            mbarrier_init(shared.values_free(s), WARPGROUPS * TILE_WARPS);
+        }
         // Tasks and Q tiles are touched by ordinary loads and stores, so each thread arrives for itself: on `full`
         // if it wrote, on `free` if it read. One lane could for its warp, after a __syncwarp, as it does for pages; but
         // a race checker follows no order through a third thread, and once a task the other 31 arrivals cost little.

@@ -123,7 +123,7 @@ __device__ __forceinline__ void stream_tasks(const Shared& shared, const Attenti
 }
 
 /// Copies the pages of every task into the ring, one thread. A warpgroup that skips a page never sees
-/// its barriers: the thread arrives for it. `issued` counts the copies begun, see wait_first.
+/// its barriers: the thread arrives for it. `issued` counts the copies of K begun, see wait_first.
 __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorMap& keys, const AttentionParams& params) {
     if ((threadIdx.x & 31) != 0) return;
     fence_proxy_async_global();  // the images were written by ordinary stores, of a kernel that may just have ended
@@ -135,20 +135,24 @@ __device__ __forceinline__ void stream_pages(const Shared& shared, const TensorM
         const uint2* list = shared.page_list(n % TASK_BUFFERS);
         for (int page = 0; page < pages; ++page, ++fill) {
             const uint2 record = list[page];
-            const int s = fill % STAGES;
-            const uint32_t full = shared.page_full(fill % FILLS);
+            const int s = fill % STAGES, f = fill % FILLS, free = fill / STAGES & 1 ^ 1;
             int absent = 0;
 #pragma unroll
             for (int group = 0; group < WARPGROUPS; ++group)
                 absent += ((record.y >> (16 + group * TILE_QUERIES)) & 15) == 0 ? TILE_WARPS : 0;
-            mbarrier_wait(shared.page_free(s), ((fill / STAGES) & 1) ^ 1);
-            if (absent) mbarrier_arrive_count(shared.page_free(s), absent);
-            mbarrier_arrive_expect_tx(full, KEYS_BYTES + VALUES_BYTES);
             const uint32_t stage = shared.stage_address(s);
-            cp_async_bulk_tensor_4d(stage, &keys, 0, 0, head, record.x, full);
-            const int64_t image = (static_cast<int64_t>(record.x) * params.kv_heads + head) * VALUES_BYTES;
-            cp_async_bulk(stage + KEYS_BYTES, params.values + image, VALUES_BYTES, full);
+
+            mbarrier_wait(shared.keys_free(s), free);
+            if (absent) mbarrier_arrive_count(shared.keys_free(s), absent);
+            mbarrier_arrive_expect_tx(shared.keys_full(f), KEYS_BYTES);
+            cp_async_bulk_tensor_4d(stage, &keys, 0, 0, head, record.x, shared.keys_full(f));
             atom_exch_shared(shared.issued(), fill + 1);
+
+            mbarrier_wait(shared.values_free(s), free);
+            if (absent) mbarrier_arrive_count(shared.values_free(s), absent);
+            mbarrier_arrive_expect_tx(shared.values_full(f), VALUES_BYTES);
+            const int64_t image = (static_cast<int64_t>(record.x) * params.kv_heads + head) * VALUES_BYTES;
+            cp_async_bulk(stage + KEYS_BYTES, params.values + image, VALUES_BYTES, shared.values_full(f));
         }
         mbarrier_arrive(shared.task_free(n % TASK_BUFFERS));
     }

@@ -7,7 +7,7 @@ struct Page {
     uint32_t fill;  // counts the pages copied by this CTA since the kernel began
     int logical;
     int members;  // this tile's four bits of the membership mask; 0 = the tile has no more pages in this task
-    uint32_t stage, full, phase;  // `full` completes its phase of this parity when the page is there
+    uint32_t stage, full, phase;  // the `full` barriers complete their phase of this parity when K, and V^T, are there
 };
 
 __device__ __forceinline__ Page page_of(uint32_t fill, uint32_t place) {
@@ -25,39 +25,53 @@ __device__ __forceinline__ Owner owner_of(const TaskRecord* task, int group) {
     return {slot.query, task->kv_head, slot.visible};
 }
 
-/// Whether a page may be read, without waiting: one answer for the warp, meant for a page that the last one may be
-/// held for (may_hold).
-/// NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some. The phase before this page's is
-/// known to be over: it belonged to the page FILLS earlier, so more than STAGES earlier than the one held, which was
-/// copied only when everything so much earlier had been read.
-__device__ __forceinline__ bool page_ready(const Shared& shared, const Page& page) {
-    return __all_sync(0xffffffff, mbarrier_test_wait(shared.page_full(page.full), page.phase));
+// NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some, so the phase before a page's must
+// be known to be over. It belonged to the page FILLS = 2 * STAGES earlier. Copies begin in the order K, V^T, page by
+// page, each when what lay in its place STAGES pages earlier has been read. A page whose K is there has therefore seen
+// every K and, but for its own place, every V^T end that is STAGES or more pages older; and one that it may be held for
+// (may_hold) is at most STAGES ahead of it.
+
+/// Waits until K of a page may be read that V^T of the last one may be held for.
+__device__ __forceinline__ void wait_keys(const Shared& shared, const Page& page) {
+    mbarrier_wait(shared.keys_full(page.full), page.phase);
 }
 
-/// Waits until a page may be read; for the same pages as page_ready.
-__device__ __forceinline__ void wait_page(const Shared& shared, const Page& page) {
-    mbarrier_wait(shared.page_full(page.full), page.phase);
+/// Waits until V^T of a page may be read whose K was.
+__device__ __forceinline__ void wait_values(const Shared& shared, const Page& page) {
+    mbarrier_wait(shared.values_full(page.full), page.phase);
 }
 
-/// Waits until a page may be read, whichever was the last one. That its copy has begun proves the barrier's phase
+/// Whether neither wait_values for `page` nor wait_keys for `after` would wait: one answer for the warp.
+__device__ __forceinline__ bool both_ready(const Shared& shared, const Page& page, const Page& after) {
+    const bool values = mbarrier_test_wait(shared.values_full(page.full), page.phase);
+    const bool keys = mbarrier_test_wait(shared.keys_full(after.full), after.phase);
+    return __all_sync(0xffffffff, values && keys);
+}
+
+/// Waits until K of a page may be read, whichever was the last one. That its copy has begun proves the barrier's phase
 /// before over. The count of copies begun is the one word that is read while it may be written.
 __device__ __forceinline__ void wait_first(const Shared& shared, const Page& page) {
     uint32_t issued = 0;
     do {
         if ((threadIdx.x & 31) == 0) issued = atom_or_shared(shared.issued(), 0);
     } while (static_cast<int>(uniform(issued) - page.fill) <= 0);
-    wait_page(shared, page);
+    wait_keys(shared, page);
 }
 
-/// Whether `page` may be held while `after` is waited for.
-/// NOTE: a page STAGES or more fills ahead needs a stage at or behind this one: holding it would wait forever.
+/// Whether V^T of `page` may be held while K of `after` is waited for.
+/// NOTE: before a page more than STAGES ahead comes one whose V^T needs this one's place: holding it would wait forever.
 __device__ __forceinline__ bool may_hold(const Page& page, const Page& after) {
-    return after.members != 0 && after.fill - page.fill < STAGES;
+    return after.members != 0 && after.fill - page.fill <= STAGES;
 }
 
-/// This warp has read the page for the last time.
-__device__ __forceinline__ void release_page(const Shared& shared, const Page& page) {
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared.page_free(page.stage));
+/// This warp has read K of the page for the last time.
+__device__ __forceinline__ void release_keys(const Shared& shared, const Page& page) {
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared.keys_free(page.stage));
+}
+
+/// This warp has read V^T of the page for the last time.
+__device__ __forceinline__ void release_values(const Shared& shared, const Page& page) {
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared.values_free(page.stage));
 }
 
 /// Barrier of one consumer warpgroup. NOTE: constants, since a run-time id would reserve all barriers.
