@@ -82,7 +82,7 @@ class Made:
     Attributes:
         path: where it is.
         state: ``written``, ``kept`` (an equal one was there) or ``differs`` (one with other tables was
-            there and stays).
+            there and stays). An equal one that declares another generator of seeded tensors is written anew.
         rows: (kv_head, query) rows it has.
         differing_rows: rows whose support differs from the stored capture compared with; None when
             nothing was compared.
@@ -363,10 +363,13 @@ def _put(path: Path, recording: Recording, kind: str, overwrite: bool, stored: P
     differ = differing_rows(load(compared).tables, tables) if (compared / "manifest.json").is_file() else None
     if path.exists():
         here = load(path)
-        if here.kind == kind and here.tables_sha256 == tables.sha256():
+        same = here.kind == kind and here.tables_sha256 == tables.sha256()
+        if same and here.replayable:
             return Made(path, "kept", rows, differ)
-        if not overwrite:
+        if not same and not overwrite:
             return Made(path, "differs", rows, differ)
+        # Equal tables whose seeded tensors come from an older generator are written anew: nothing is lost.
+        overwrite = True
     write(
         path,
         recording.call,

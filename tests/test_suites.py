@@ -1,4 +1,5 @@
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,23 @@ def test_remaking_keeps_what_is_equal_and_counts_what_is_not(specs, runs, tmp_pa
     replaced = suites.make(specs, out, model=2, prompts="x", overwrite=True)
     assert [m.state for m in replaced] == ["written", "written", "kept"]
     assert load(out / "a" / "one").tables_sha256 != before
+
+
+def test_an_equal_capture_whose_seeded_tensors_nobody_can_make_is_written_anew(specs, runs, tmp_path):
+    out = tmp_path / "out"
+    suites.make(specs, out, model=1, prompts="x")
+    one = out / "a" / "one"
+    old = load(one).manifest
+    old["tensors"]["generator"] = "mersenne/9"
+    (one / "manifest.json").write_text(json.dumps(old))
+    assert not load(one).replayable
+    again = suites.make(specs, out, model=1, prompts="x")
+    assert sorted(m.state for m in again) == ["kept", "kept", "written"]
+    assert load(one).replayable and load(one).tables_sha256 == old["tables_sha256"]
+    # With other tables it stays, as any other does.
+    (one / "manifest.json").write_text(json.dumps(old))
+    other = suites.make(specs, out, model=2, prompts="x")
+    assert [m.state for m in other] == ["differs", "differs", "kept"] and not load(one).replayable
 
 
 def test_captures_made_elsewhere_are_compared_with_the_stored_ones(specs, runs, tmp_path):

@@ -46,6 +46,11 @@ class Capture:
         return self.manifest.get("synthetic") is not None
 
     @property
+    def replayable(self) -> bool:
+        """Whether this version knows the generator that makes its seeded tensors."""
+        return self.manifest["tensors"].get("generator", seeded.GENERATOR) == seeded.GENERATOR
+
+    @property
     def tables_sha256(self) -> str:
         """Hash over selections and geometry, as stored in the manifest; `verify` recomputes it."""
         return str(self.manifest["tables_sha256"])
@@ -114,16 +119,16 @@ class Capture:
 
     def _seeded_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         declared = self.manifest["tensors"]
-        generator = declared.get("generator", seeded.GENERATOR)
-        if generator != seeded.GENERATOR:
+        if not self.replayable:
             raise CaptureError(
-                f"{self.path}: seeded tensors come from generator {generator!r}, this version has "
-                f"{seeded.GENERATOR!r}."
+                f"{self.path}: seeded tensors come from generator {declared['generator']!r}, this version "
+                f"has {seeded.GENERATOR!r}; record the capture again, or use the pwbench that wrote it."
             )
-        seed, heads = int(declared.get("seed", 0)), self.tables.kv_heads
-        pages = max(self.tables.cache_pages, 1)
-        q = seeded.queries(seed, self.tables.total_q, seeded.q_heads(heads))
-        return q, _without_tails(seeded.cache(seed, pages, heads), self.tables)
+        tables, seed = self.tables, int(declared.get("seed", 0))
+        late = float(declared.get("late_maxima", seeded.LATE_MAXIMA))
+        logical = seeded.logical_pages(tables.page_table, max(tables.cache_pages, 1))
+        q = seeded.queries(seed, tables.positions, tables.kv_heads, late)
+        return q, _without_tails(seeded.cache(seed, logical, tables.kv_heads), tables)
 
 
 def load(path: str | Path) -> Capture:
@@ -219,6 +224,7 @@ def _check_manifest(path: Path, manifest: Any) -> None:
         "softmax_scale": manifest.get("softmax_scale"),
         "quant.k_scale": manifest["quant"].get("k_scale"),
         "quant.v_scale": manifest["quant"].get("v_scale"),
+        "tensors.late_maxima": manifest["tensors"].get("late_maxima", seeded.LATE_MAXIMA),
     }
     for key, value in numbers.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not _fits_a_float(value):

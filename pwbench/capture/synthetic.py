@@ -64,8 +64,8 @@ def generate(
     topk = np.stack([_select(pattern, positions, affinity, draw) for _ in range(kv_heads)])
     cache_pages = -(-context // PAGE)
     call = SparsePrefillCall(
-        q=seeded.queries(seed, queries, seeded.q_heads(kv_heads)),
-        kv=seeded.cache(seed, cache_pages, kv_heads),
+        q=seeded.queries(seed, positions, kv_heads),
+        kv=seeded.cache(seed, np.arange(cache_pages), kv_heads),
         topk=torch.from_numpy(topk),
         page_table=torch.arange(cache_pages, dtype=torch.int32)[None],
         cu_seqlens_q=torch.tensor([0, queries], dtype=torch.int32),

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pwbench.capture import seeded
 from pwbench.capture.checks import nan_tokens
 from pwbench.capture.format import Tables
 from pwbench.capture.provenance import environment
@@ -17,7 +16,15 @@ from pwbench.capture.reader import read_tensors
 from pwbench.capture.recorder import Recorder, Recording
 from pwbench.capture.writer import file_sha256
 from pwbench.errors import CaptureError, InputError
-from pwbench.operator import HEAD_DIM, INVALID, PAGE, TOPK, SparsePrefillCall, right_aligned_positions
+from pwbench.operator import (
+    GROUP_HEADS,
+    HEAD_DIM,
+    INVALID,
+    PAGE,
+    TOPK,
+    SparsePrefillCall,
+    right_aligned_positions,
+)
 
 MOST_PAGES = 1 << 24
 """Of one cache, 2^31 tokens: more is a mistake in the dump."""
@@ -82,7 +89,7 @@ def read(
             raise InputError(
                 f"{path}: the cache would need {pages} pages of {PAGE} tokens, expected at most {MOST_PAGES}."
             )
-        q = torch.zeros(total_q, seeded.q_heads(heads), HEAD_DIM, dtype=torch.bfloat16)
+        q = torch.zeros(total_q, GROUP_HEADS * heads, HEAD_DIM, dtype=torch.bfloat16)
         # One page in memory, however many the tables name: a tables capture stores no values.
         page = torch.zeros(1, heads, PAGE, 2 * HEAD_DIM, dtype=torch.uint8).view(torch.float8_e4m3fn)
         cache = page.expand(pages, -1, -1, -1)

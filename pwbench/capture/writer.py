@@ -31,6 +31,7 @@ from pwbench.capture.format import (
     TENSORS,
     Tables,
 )
+from pwbench.capture.logits import late_maxima
 from pwbench.capture.provenance import environment, utc_now
 from pwbench.capture.statistics import union_sizes
 from pwbench.errors import CaptureError
@@ -58,7 +59,7 @@ def write(
         kind: ``full`` stores q, kv and ``out_model``; ``tables`` stores selections and geometry, and
             replay makes the tensors from ``seed``.
         out_model: what the model computed, ``[total_q, Hq, D]``; stored in ``full`` captures.
-        seed: for the seeded tensors of a ``tables`` capture.
+        seed: for seeded tensors, which get as many late maxima as the call has (`pwbench.capture.logits`).
         facts: further manifest entries (source, model, prompt, layer, chunk, selector, env, ...).
         overwrite: replace a capture that is already there.
 
@@ -204,6 +205,7 @@ def _manifest(
         "env": environment(),
         **facts,
     }
+    late = None if manifest["synthetic"] else late_maxima(call)  # values invented by the same generator
     quant: dict[str, Any] = {
         "kv_dtype": "float8_e4m3fn",
         "convention": "stored = value / scale",
@@ -221,7 +223,7 @@ def _manifest(
         "softmax_scale": call.softmax_scale,
         "positions": "right-aligned" if tables.right_aligned else "stored",
         "tables_sha256": tables.sha256(),
-        "tensors": {"stored": True} if kind == "full" else {"stored": False, **seeded.declaration(seed)},
+        "tensors": {"stored": kind == "full", **seeded.declaration(seed, late)},
         "stats": {
             "selected_pages": selected,
             "selected_mean": selected / tables.counts.size,

@@ -47,6 +47,10 @@ def test_an_unknown_minor_version_is_read_and_passed_through(tables):
         ({"geometry": 3}, "geometry is 3"),
         ({"softmax_scale": "big"}, "softmax_scale is 'big', expected a number"),
         ({"quant": {"k_scale": True, "v_scale": 1.0}}, "k_scale is True"),
+        (
+            {"tensors": {"seed": 0, "late_maxima": "often"}},
+            "tensors.late_maxima is 'often', expected a number",
+        ),
     ],
 )
 def test_a_manifest_that_says_the_wrong_thing_is_refused(tables, changes, message):
@@ -75,6 +79,14 @@ def test_seeded_tensors_follow_the_manifests_seed(tables):
     assert torch.equal(first.kv.view(torch.uint8), again.kv.view(torch.uint8))
     edit(tables, tensors=load(tables).manifest["tensors"] | {"seed": 8})
     assert not torch.equal(load(tables).call().q, first.q)
+
+
+def test_seeded_tensors_follow_the_manifests_late_maxima(tables):
+    first, declared = load(tables).call(), load(tables).manifest["tensors"]
+    edit(tables, tensors=declared | {"late_maxima": 9.0})
+    assert not torch.equal(load(tables).call().q, first.q)
+    edit(tables, tensors={name: value for name, value in declared.items() if name != "late_maxima"})
+    load(tables).call()
 
 
 def test_another_generator_is_refused(tables):

@@ -1,10 +1,15 @@
 import hashlib
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from pwbench.capture import seeded
+from pwbench.capture import load, seeded
+from pwbench.capture.logits import late_maxima
+
+CAPTURES = Path(__file__).resolve().parents[2] / "captures"
 
 
 def digest(tensor):
@@ -14,29 +19,66 @@ def digest(tensor):
 def test_values_are_pinned():
     """Timings and outputs of tables captures are compared across machines: a change here needs a new
     generator name."""
-    assert digest(seeded.queries(7, 5, 16)) == "29277202a76e0988"
-    assert digest(seeded.cache(7, 2, 1)) == "3b3481bab2a56d2b"
+    assert digest(seeded.queries(7, np.arange(40, 170), 2)) == "49da922bb3e662cd"
+    assert digest(seeded.cache(7, np.array([2, -1, 0]))) == "70c82e7d5740227a"
 
 
 def test_a_longer_tensor_begins_with_the_shorter_one():
-    assert torch.equal(seeded.queries(1, 9, 16)[:4], seeded.queries(1, 4, 16))
+    positions = np.arange(500, 509)
+    assert torch.equal(seeded.queries(1, positions)[:4], seeded.queries(1, positions[:4]))
+    assert digest(seeded.cache(1, np.arange(9))[:4]) == digest(seeded.cache(1, np.arange(4)))
 
 
 def test_seeds_differ():
-    assert not torch.equal(seeded.queries(1, 4, 16), seeded.queries(2, 4, 16))
-    assert digest(seeded.cache(1, 1, 1)) != digest(seeded.cache(2, 1, 1))
+    assert not torch.equal(seeded.queries(1, np.arange(4)), seeded.queries(2, np.arange(4)))
+    assert digest(seeded.cache(1, np.arange(1))) != digest(seeded.cache(2, np.arange(1)))
 
 
 def test_values_are_as_large_as_a_trained_models():
-    q, kv = seeded.queries(3, 64, 16).float(), seeded.cache(3, 16, 1).float()
+    q, kv = seeded.queries(3, np.arange(64)).float(), seeded.cache(3, np.arange(16)).float()
     assert q.std().item() == pytest.approx(seeded.Q_STD, rel=0.02)
     assert kv.std().item() == pytest.approx(seeded.KV_STD, rel=0.02)
     assert torch.isfinite(kv).all()
-    logits = q[:, 0] @ kv[0, 0, :, :128].T * 128**-0.5
-    assert 1.0 < logits.std().item() < 2.0
+
+
+def _logits(distance: int) -> torch.Tensor:
+    """Of the queries of one page, four heads of each, on the keys of the page ``distance`` pages behind."""
+    page = 40 - distance
+    keys = seeded.cache(5, np.array([page]))[0, 0, :, :128].float()
+    q = seeded.queries(5, 40 * 128 + np.arange(128), late_maxima=0)[:, :4].flatten(0, 1).float()
+    return q @ keys.T * 128**-0.5
+
+
+def test_logits_spread_like_a_trained_models_and_are_larger_nearby():
+    near, far = _logits(0), _logits(30)
+    assert 1.5 < far.std().item() < 3.0
+    assert near.mean() > far.mean() + 2
+    assert _logits(2).mean() < near.mean()
+
+
+def test_every_request_sees_its_own_pages_signs_whatever_row_they_lie_in():
+    table = np.array([[4, 0, -1], [2, 5, 1]])
+    logical = seeded.logical_pages(table, 7)
+    assert logical.tolist() == [1, 2, 0, -1, 0, 1, -1]
+    kv = seeded.cache(1, logical).view(torch.uint8)[:, 0, :, : seeded.CODED] >> 7
+    assert (kv[2] == kv[4]).float().mean() > 0.99, "one logical page, one code; but for a marked token"
+    assert (kv[3] == kv[6]).float().mean() < 0.6, "no page, no code"
+
+
+@pytest.mark.parametrize("declared", [0.05, 0.5, 1.4])
+def test_late_maxima_come_as_often_as_declared(declared):
+    """On selections of a real model, spread over a long context."""
+    tables = load(CAPTURES / "six-2k" / "docs-a-32k-l4").tables
+    q = seeded.queries(0, tables.positions, tables.kv_heads, declared)
+    kv = seeded.cache(0, seeded.logical_pages(tables.page_table, tables.cache_pages), tables.kv_heads)
+    assert late_maxima(tables.call(q, kv, 128**-0.5)) == pytest.approx(declared, rel=0.25, abs=0.05)
 
 
 def test_a_long_context_is_quick():
     begin = time.perf_counter()
-    seeded.cache(0, 1024, 1)
-    assert time.perf_counter() - begin < 5.0
+    seeded.cache(0, np.arange(1024))
+    assert time.perf_counter() - begin < 8.0
+
+
+def test_a_far_position_costs_no_memory():
+    assert seeded.queries(0, np.array([2**31 - 1])).shape == (1, 16, 128)
