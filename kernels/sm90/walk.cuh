@@ -15,14 +15,15 @@ __device__ __forceinline__ Page page_of(uint32_t fill, uint32_t place) {
             place >> 23 & 15, place >> 27};
 }
 
-/// What a warp needs of a task beside its pages.
+/// What a warp needs of a task beside its pages, alike in all lanes.
 struct Owner {
     int query, head, seen;
 };
 
 __device__ __forceinline__ Owner owner_of(const TaskRecord* task, int group) {
     const SlotRecord slot = task->slots[group * TILE_QUERIES + (threadIdx.x & 127) / 32];
-    return {slot.query, task->kv_head, slot.visible};
+    return {static_cast<int>(uniform(slot.query)), static_cast<int>(uniform(task->kv_head)),
+            static_cast<int>(uniform(slot.visible))};
 }
 
 // NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some, so the phase before a page's must
