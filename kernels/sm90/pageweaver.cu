@@ -8,7 +8,7 @@
 // Rings: `STAGES` pages, where K and V^T come and go each by itself, since K is read a page ahead of V^T; four task
 // records with their page lists; two sets of Q tiles.
 //
-// rows.cuh holds the arithmetic of either precision, attend.cuh the page loop.
+// rows.cuh holds the arithmetic of either precision, attend.cuh what a consumer does.
 #include "records.cuh"
 #include "rows.cuh"
 
@@ -102,25 +102,6 @@ __device__ __forceinline__ const TaskRecord* wait_task(const Shared& shared, int
 #include "service.cuh"
 #include "walk.cuh"
 #include "attend.cuh"
-
-/// One consumer warpgroup: its tile of every task.
-__device__ __forceinline__ void consume(const Shared& shared, const AttentionParams& params, int group) {
-    const int warp = uniform((threadIdx.x & 127) / 32);
-    for (int n = 0;; ++n) {
-        const TaskRecord* task = wait_task(shared, n);
-        if (static_cast<int>(uniform(task->queries)) == NO_MORE_TASKS) return;
-        const Owner owner = owner_of(task, group);
-        Walk walk(shared, n, group);
-        wait_queries(shared, params, n, group);
-        const uint64_t tile = swizzle128_descriptor(shared.tile_address(n % Q_BUFFERS, group));
-        Rows rows;
-        begin_rows(rows, shared.row_factor(n % Q_BUFFERS, group));
-        clear(rows);
-        Page page = walk.next();
-        while (page.members != 0) attend_run(shared, rows, walk, page, tile, warp, owner.seen);
-        finish_task(shared, params, rows, owner, n);
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ TensorMap keys, const __grid_constant__ AttentionParams params) {

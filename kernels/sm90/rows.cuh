@@ -62,3 +62,11 @@ __device__ __forceinline__ void store_rows(const Rows& rows, uint8_t* out, float
         store_row(out + (row + 8 * i) * (HEAD_DIM * 2), rows.o, i, total == 0 ? 0 : v_scale / total);
     }
 }
+
+/// Stores 16 rows of zeros: the output of a query in a tile without a page.
+__device__ __forceinline__ void store_zeros(uint8_t* out) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int at = 0; at < GROUP_HEADS / 2; ++at)
+        reinterpret_cast<uint4*>(out)[32 * at + lane] = make_uint4(0, 0, 0, 0);
+}

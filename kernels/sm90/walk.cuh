@@ -15,14 +15,15 @@ __device__ __forceinline__ Page page_of(uint32_t fill, uint32_t place) {
             place >> 23 & 15, place >> 27};
 }
 
-/// What a warp needs of a task beside its pages.
+/// What a warp needs of a task beside its pages, alike in all lanes.
 struct Owner {
     int query, head, seen;
 };
 
 __device__ __forceinline__ Owner owner_of(const TaskRecord* task, int group) {
     const SlotRecord slot = task->slots[group * TILE_QUERIES + (threadIdx.x & 127) / 32];
-    return {slot.query, task->kv_head, slot.visible};
+    return {static_cast<int>(uniform(slot.query)), static_cast<int>(uniform(task->kv_head)),
+            static_cast<int>(uniform(slot.visible))};
 }
 
 // NOTE: a barrier tells phases apart by parity alone, and this warpgroup skips some, so the phase before a page's must
@@ -48,13 +49,17 @@ __device__ __forceinline__ bool both_ready(const Shared& shared, const Page& pag
     return __all_sync(0xffffffff, values && keys);
 }
 
-/// Waits until K of a page may be read, whichever was the last one. That its copy has begun proves the barrier's phase
-/// before over. The count of copies begun is the one word that is read while it may be written.
-__device__ __forceinline__ void wait_first(const Shared& shared, const Page& page) {
+/// Whether the copy of K of a page has begun, which proves the phase before of the page's barriers over. The count of
+/// copies begun is the one word that is read while it may be written.
+__device__ __forceinline__ bool copy_begun(const Shared& shared, const Page& page) {
     uint32_t issued = 0;
-    do {
-        if ((threadIdx.x & 31) == 0) issued = atom_or_shared(shared.issued(), 0);
-    } while (static_cast<int>(uniform(issued) - page.fill) <= 0);
+    if ((threadIdx.x & 31) == 0) issued = atom_or_shared(shared.issued(), 0);
+    return static_cast<int>(uniform(issued) - page.fill) > 0;
+}
+
+/// Waits until K of a page may be read, whichever was the last one.
+__device__ __forceinline__ void wait_first(const Shared& shared, const Page& page) {
+    while (!copy_begun(shared, page)) continue;
     wait_keys(shared, page);
 }
 
@@ -82,15 +87,24 @@ __device__ __forceinline__ void warpgroup_sync(int group) {
         bar_sync<2, 128>();
 }
 
-/// Waits for the Q tile of task n; loads the first one itself (see stream_queries).
-__device__ __forceinline__ void wait_queries(const Shared& shared, const AttentionParams& params, int n, int group) {
-    const int warp = (threadIdx.x & 127) / 32, buffer = n % Q_BUFFERS;
-    if (n == 0) {
-        load_queries<8>(shared, params, shared.task(0), group, buffer, warp * GROUP_HEADS, (warp + 1) * GROUP_HEADS);
-        warpgroup_sync(group);
-    } else {
-        mbarrier_wait(shared.q_full(buffer), ((n - 1) / Q_BUFFERS) & 1);
-    }
+/// Loads the Q tile of task 0, as stream_queries leaves it to the consumers.
+__device__ __forceinline__ void load_first_queries(const Shared& shared, const AttentionParams& params, int group) {
+    const int warp = (threadIdx.x & 127) / 32;
+    load_queries<8>(shared, params, shared.task(0), group, 0, warp * GROUP_HEADS, (warp + 1) * GROUP_HEADS);
+    warpgroup_sync(group);
+}
+
+/// Waits for the Q tile of task n, which is not the first.
+__device__ __forceinline__ void wait_queries(const Shared& shared, int n) {
+    mbarrier_wait(shared.q_full(n % Q_BUFFERS), ((n - 1) / Q_BUFFERS) & 1);
+}
+
+/// Whether neither wait_queries for task n nor wait_first for a page of it would wait: one answer for the warp.
+__device__ __forceinline__ bool first_ready(const Shared& shared, int n, const Page& page) {
+    const bool begun = copy_begun(shared, page);
+    const bool queries = mbarrier_test_wait(shared.q_full(n % Q_BUFFERS), ((n - 1) / Q_BUFFERS) & 1);
+    const bool keys = mbarrier_test_wait(shared.keys_full(page.full), page.phase);
+    return __all_sync(0xffffffff, begun && queries && keys);
 }
 
 /// The thread is done with task n's Q tile, record and page list.
@@ -104,10 +118,8 @@ __device__ __forceinline__ uint8_t* output_of(const AttentionParams& params, con
     return params.out + owner.query * params.query_bytes + owner.head * (GROUP_HEADS * HEAD_DIM * 2);
 }
 
-/// The warp is done with task n: lets its Q tile, record and page list go, and stores its query's output.
-__device__ __forceinline__ void finish_task(const Shared& shared, const AttentionParams& params, const Rows& rows,
-                                            const Owner& owner, int n) {
-    release_task(shared, n);
+/// Stores the output of the warp's query, if it has one.
+__device__ __forceinline__ void store_output(const AttentionParams& params, const Rows& rows, const Owner& owner) {
     if (owner.query >= 0) store_rows(rows, output_of(params, owner), params.v_scale);
 }
 
@@ -129,3 +141,17 @@ struct Walk {
         return page;
     }
 };
+
+/// A task for one tile.
+struct TileTask {
+    bool none;  // it follows the last one: nothing else of it is valid, but that its walk has no pages
+    Owner owner;
+    Walk walk;
+};
+
+/// Waits for task n.
+__device__ __forceinline__ TileTask tile_task(const Shared& shared, int n, int group) {
+    const TaskRecord* task = wait_task(shared, n);
+    const bool none = static_cast<int>(uniform(task->queries)) == NO_MORE_TASKS;
+    return {none, owner_of(task, group), Walk(shared, n, group)};
+}
