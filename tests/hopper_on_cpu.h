@@ -68,6 +68,7 @@ template <typename T> T __shfl_up_sync(unsigned, T own, int by) {
     return emulator::exchange(own, [=](T* all, int me) { return all[me >= by ? me - by : me]; });
 }
 inline uint32_t opaque(uint32_t value) { return value; }
+inline uint32_t fresh_zero() { return 0; }
 inline uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffff, value, 0); }
 inline unsigned __ballot_sync(unsigned, bool own) {
     return emulator::exchange(own, [](bool* all, int) {

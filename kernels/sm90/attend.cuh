@@ -10,13 +10,9 @@
 // a product and its wait (C7518).
 #pragma once
 
-__device__ __forceinline__ uint64_t keys_of(const Shared& shared, const Page& page) {
-    return swizzle128_descriptor(shared.stage_address(page.stage));
-}
+__device__ __forceinline__ uint64_t keys_of(const Page& page) { return swizzle128_descriptor(0) | page.keys; }
 
-__device__ __forceinline__ uint64_t values_of(const Shared& shared, const Page& page) {
-    return keys_of(shared, page) + KEYS_BYTES / 16;
-}
+__device__ __forceinline__ uint64_t values_of(const Page& page) { return keys_of(page) + KEYS_BYTES / 16; }
 
 /// A run: pages of one task for one tile, from `page`, whose scores these are, to the last, or to one that is too far
 /// behind the next to be held meanwhile. Leaves that one in `page`, its P V in flight, and what comes next in `after`.
@@ -38,11 +34,11 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Sco
             wait_keys(shared, after);
         }
         wgmma_fence();
-        multiply_keys(scores, tile, keys_of(shared, after));
+        multiply_keys(scores, tile, keys_of(after));
         wgmma_commit_group();
-        multiply_values(rows, packed, values_of(shared, page));
+        multiply_values(rows, packed, values_of(page));
         wgmma_commit_group();
-        const Page later = walk.next();
+        const Page later = walk.next(shared);
         wgmma_wait_group<1>();
         pin(scores);
         release_keys(shared, after);
@@ -62,7 +58,7 @@ __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Sco
     }
     wait_values(shared, page);
     wgmma_fence();
-    multiply_values(rows, packed, values_of(shared, page));
+    multiply_values(rows, packed, values_of(page));
     wgmma_commit_group();
 }
 
@@ -78,7 +74,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const AttentionPar
     TileTask task = tile_task(shared, n, group);
     if (task.none) return;
     load_first_queries(shared, params, group);
-    Page page = task.walk.next();
+    Page page = task.walk.next(shared);
     bool begins = true, ready = false;  // `page` is its task's first; it is known to be there, and its Q tile
     for (;;) {
         if (!ready) {
@@ -86,7 +82,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const AttentionPar
                 release_task(shared, n);
                 if (task.owner.query >= 0) store_zeros(output_of(params, task.owner));
                 task = tile_task(shared, ++n, group);
-                page = task.walk.next();
+                page = task.walk.next(shared);
                 if (!task.none) wait_queries(shared, n);
             }
             if (page.members == 0) break;
@@ -94,7 +90,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const AttentionPar
         }
         const uint64_t tile = swizzle128_descriptor(shared.tile_address(n % Q_BUFFERS, group));
         wgmma_fence();
-        multiply_keys(scores, tile, keys_of(shared, page));
+        multiply_keys(scores, tile, keys_of(page));
         wgmma_commit_group();
         wgmma_wait_group<1>();  // for ptxas alone, which does not know here that the last P V is over (C7517)
         pin(rows.o);
@@ -104,7 +100,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const AttentionPar
             begin_rows(rows, shared.row_factor(n % Q_BUFFERS, group));
             clear(rows);
         }
-        Page after = task.walk.next();
+        Page after = task.walk.next(shared);
         wgmma_wait_group<0>();
         pin(scores);
         release_keys(shared, page);
@@ -118,7 +114,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const AttentionPar
             // NOTE: no further than to the next task while V^T is held: the other tile may need its place to end this
             // one, and the task after the next has no place for its Q before.
             task = tile_task(shared, n + 1, group);
-            page = task.walk.next();
+            page = task.walk.next(shared);
             ready = page.members != 0 && first_ready(shared, n + 1, page);
             release_task(shared, n++);
         }

@@ -166,13 +166,17 @@ __device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF
 
 /// The A fragments of P V (see pack_probabilities in tile.cuh); zeros for a warp whose query did not select
 /// the page.
-/// NOTE: by mask rather than by a second branch: ptxas would keep sixteen zeros in registers.
+/// NOTE: no mask, which would take as many instructions as packing itself; nor plain zeros, see fresh_zero.
 __device__ __forceinline__ void pack_page(uint32_t (&packed)[FRAGMENT_REGISTERS], const uint32_t (&codes)[32], bool live) {
-    const uint32_t keep = live ? 0xffffffffu : 0u;
+    if (live) {
 #pragma unroll
-    for (int at = 0; at < FRAGMENT_REGISTERS; ++at) {
-        const int step = at / 4, i = at % 2, half = at / 2 % 2, j = 4 * step + 2 * half;
-        packed[at] = __byte_perm(codes[2 * j + i], codes[2 * (j + 1) + i], 0x6420) & keep;
+        for (int at = 0; at < FRAGMENT_REGISTERS; ++at) {
+            const int step = at / 4, i = at % 2, half = at / 2 % 2, j = 4 * step + 2 * half;
+            packed[at] = __byte_perm(codes[2 * j + i], codes[2 * (j + 1) + i], 0x6420);
+        }
+    } else {
+#pragma unroll
+        for (uint32_t& word : packed) word = fresh_zero();
     }
 }
 

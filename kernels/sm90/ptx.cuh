@@ -31,6 +31,13 @@ __device__ __forceinline__ uint32_t opaque(uint32_t value) {
     return value;
 }
 
+/// Zero, made where it is asked for: ptxas keeps no register for it meanwhile.
+__device__ __forceinline__ uint32_t fresh_zero() {
+    uint32_t value;
+    asm volatile("mov.b32 %0, 0;" : "=r"(value));
+    return value;
+}
+
 // Barriers ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {

@@ -7,12 +7,15 @@ struct Page {
     uint32_t fill;  // counts the pages copied by this CTA since the kernel began
     int logical;
     int members;  // this tile's four bits of the membership mask; 0 = the tile has no more pages in this task
+    uint32_t keys;  // low word of K's descriptor: made a turn ahead, where its way through the uniform unit costs nothing
     uint32_t stage, full, phase;  // the `full` barriers complete their phase of this parity when K, and V^T, are there
 };
 
-__device__ __forceinline__ Page page_of(uint32_t fill, uint32_t place) {
-    return {fill, static_cast<int>(place & 0xffff), static_cast<int>(place >> 16 & 15), place >> 20 & 7,
-            place >> 23 & 15, place >> 27};
+__device__ __forceinline__ Page page_of(const Shared& shared, uint32_t fill, uint32_t place) {
+    const uint32_t stage = place >> 20 & 7;
+    return {fill, static_cast<int>(place & 0xffff), static_cast<int>(place >> 16 & 15),
+            static_cast<uint32_t>(swizzle128_descriptor(shared.stage_address(stage))), stage, place >> 23 & 15,
+            place >> 27};
 }
 
 /// What a warp needs of a task beside its pages, alike in all lanes.
@@ -132,10 +135,10 @@ struct Walk {
     __device__ __forceinline__ Walk(const Shared& shared, int n, int group)
         : list(shared.steps(n % TASK_BUFFERS, group)), upcoming(*list) {}
 
-    __device__ __forceinline__ Page next() {
+    __device__ __forceinline__ Page next(const Shared& shared) {
         // Broadcast, so that what is made of a page is one for the warp to the compiler too: branches need no
         // reconvergence, and descriptors live in uniform registers.
-        const Page page = page_of(uniform(upcoming.fill), uniform(upcoming.place));
+        const Page page = page_of(shared, uniform(upcoming.fill), uniform(upcoming.place));
         if (page.members != 0) ++list;  // the end is read again and again
         upcoming = *list;
         return page;
