@@ -4,8 +4,8 @@
 // An f16 product of 16 keys takes the time of an e4m3 one of 32, so that f16 costs what P as hi + lo e4m3
 // would; but it keeps eleven bits of P instead of eight, and its sums need no promotion.
 //
-// A row's probabilities are shifted only when one would exceed 2^8: f16 holds them down to 2^-24, so most
-// pages neither exchange maxima between lanes nor touch the output registers.
+// A row's probabilities are shifted only when one would exceed 2^15, where its first page's largest is 1: f16 holds
+// them down to 2^-24, so most pages neither exchange maxima between lanes nor touch the output registers.
 #pragma once
 
 #include "tile.cuh"
@@ -15,7 +15,7 @@ constexpr int VALUES_BYTES = 2 * KEYS_BYTES;  // of a V^T image
 constexpr int SCORE_REGISTERS = SCORES;
 constexpr int FRAGMENT_REGISTERS = 32;  // A fragments of P V
 using Score = float;
-constexpr uint32_t LARGEST_PROBABILITY = 0x5c00;  // 2^8 in f16
+constexpr uint32_t LARGEST_PROBABILITY = 0x7800;  // 2^15 in f16
 constexpr uint32_t F32_NAN = 0x7fffffff;
 
 struct Rows {
