@@ -17,6 +17,7 @@ constexpr int FRAGMENT_REGISTERS = 32;  // A fragments of P V
 using Score = float;
 constexpr uint32_t LARGEST_PROBABILITY = 0x7800;  // 2^15 in f16
 constexpr uint32_t F32_NAN = 0x7fffffff;
+constexpr uint32_t NAN_PAIR = 0x7fff7fff;  // in f16
 
 struct Rows {
     float o[SCORES];
@@ -73,16 +74,20 @@ __device__ __forceinline__ bool fit(uint32_t pair) { return both_at_most(pair, L
 /// Scores to probabilities, whose sums are taken over too. Returns whether a row's offset moved; then
 /// `correction` is what the products of rows r and r + 8 must be scaled by before this page is added.
 /// The probabilities are made before it is known whether they fit, so that the two chains overlap; a moved
-/// offset makes them again.
+/// offset makes them again. Not so where the caller knows that the page is the rows' first, which always sets it.
 __device__ __forceinline__ bool exponentiate(Rows& rows, float (&scores)[SCORES], uint32_t (&pairs)[32], int visible,
-                                             float (&correction)[2]) {
+                                             float (&correction)[2], bool first = false) {
     if (visible < PAGE) mask_scores(scores, visible);
     float sum[2];
-    make_probabilities(rows, scores, pairs, sum);
-    uint32_t largest[2] = {pairs[0], pairs[1]};
+    uint32_t largest[2] = {NAN_PAIR, NAN_PAIR};
+    if (!first) {
+        make_probabilities(rows, scores, pairs, sum);
 #pragma unroll
-    for (int at = 2; at < 32; ++at) largest[at % 2] = max_s16x2(largest[at % 2], pairs[at]);
-    const bool moved = !__all_sync(0xffffffff, fit(max_s16x2(largest[0], largest[1])));
+        for (int i = 0; i < 2; ++i) largest[i] = pairs[i];
+#pragma unroll
+        for (int at = 2; at < 32; ++at) largest[at % 2] = max_s16x2(largest[at % 2], pairs[at]);
+    }
+    const bool moved = first || !__all_sync(0xffffffff, fit(max_s16x2(largest[0], largest[1])));
     if (moved) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

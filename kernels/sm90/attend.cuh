@@ -15,16 +15,16 @@ __device__ __forceinline__ uint64_t keys_of(const Page& page) { return swizzle12
 __device__ __forceinline__ uint64_t values_of(const Page& page) { return keys_of(page) + KEYS_BYTES / 16; }
 
 /// A run: pages of one task for one tile, from `page`, whose scores these are, to the last, or to one that is too far
-/// behind the next to be held meanwhile. Leaves that one in `page`, its P V in flight, and what comes next in `after`.
+/// behind the next to be held meanwhile. It `begins` its task, or goes on with it. Leaves that one in `page`, its P V in flight, and what comes next in `after`.
 __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Score (&scores)[SCORE_REGISTERS],
                                            uint32_t (&packed)[FRAGMENT_REGISTERS], Walk& walk, Page& page, Page& after,
-                                           int warp, int seen, uint64_t tile) {
+                                           int warp, int seen, bool begins, uint64_t tile) {
     uint32_t probabilities[32];
     float correction[2];
 
     bool live = (page.members >> warp) & 1, moved = false;
-    if (live) moved = exponentiate(rows, scores, probabilities, seen - page.logical * PAGE, correction);
-    if (moved) scale_rows(rows.o, correction);
+    if (live) moved = exponentiate(rows, scores, probabilities, seen - page.logical * PAGE, correction, begins);
+    if (moved && !begins) scale_rows(rows.o, correction);
     pack_page(packed, probabilities, live);
     bool ready = both_ready(shared, page, after);
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const AttentionPar
         pin(scores);
         release_keys(shared, page);
 
-        attend_run(shared, rows, scores, packed, task.walk, page, after, warp, owner.seen, tile);
+        attend_run(shared, rows, scores, packed, task.walk, page, after, warp, owner.seen, begins, tile);
         const Page last = page;
         page = after;
         begins = after.members == 0;

@@ -136,7 +136,7 @@ __device__ __forceinline__ void bound_scores(const Rows& rows, uint32_t (&scores
 /// `correction` is what the sums of rows r and r + 8 must be scaled by before this page is added.
 /// NaN becomes a code whose low byte is NaN in e4m3 too.
 __device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF_SCORES], uint32_t (&codes)[32],
-                                             int visible, float (&correction)[2]) {
+                                             int visible, float (&correction)[2], bool = false) {
     if (visible < PAGE) mask_scores(scores, visible);
     const uint32_t top[2] = {lane_top(scores, 0), lane_top(scores, 1)};
     const bool moved = !__all_sync(0xffffffff, fit(max_s16x2(codes_of(rows, top[0], 0), codes_of(rows, top[1], 1))));
