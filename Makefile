@@ -4,6 +4,8 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 EXTRAS ?= dev,transformers
 BIN    := $(VENV)/bin
+# Test processes: each may take 15 GB of a GPU.
+JOBS   ?= 2
 DEMO   := build/demo.parquet
 DEMO_VARIANTS ?= union8 union8-regroup union8-precomputed
 
@@ -32,7 +34,7 @@ demo replay: setup
 	$(BIN)/pwbench report $(DEMO) --baseline union8
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 lint: setup
 	$(BIN)/ruff check .
