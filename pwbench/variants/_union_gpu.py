@@ -25,7 +25,6 @@ from pwbench.kernels import Kernel, Launch
 from pwbench.operator import HEAD_DIM, PAGE, SparsePrefillCall
 from pwbench.variants._base import Options, Prepared, Stage
 from pwbench.variants._union_plan import (
-    BITMAP_PAGES,
     BLOCK,
     DESIGNS,
     PAGE_RECORD,
@@ -62,7 +61,7 @@ def prepare(call: SparsePrefillCall, options: Options, *, name: str, order: str)
             walk.regroup()
             torch.cuda.synchronize()
     if order == "online":
-        launches = [*walk.ahead_of_attention, walk.attention]
+        launches = [walk.plan_and_pack, walk.attention]
         stages = [
             Stage("search", walk.regroup),
             Stage("metadata", in_turn([walk.pack_values, walk.prepare])),
@@ -177,16 +176,10 @@ class _UnionWalk:
         def regroup(entry: str) -> Kernel:
             return kernels.get("regroup.cu", entry, defines, shared=plan.regroup_shared)
 
-        if self.design.bitmap_search and plan.max_pages <= BITMAP_PAGES:
-            kernel = kernels.get("regroup_bitmap.cu", "regroup_bitmap", defines)
-            self.regroup = kernel.bind((plan.windows,), 64 if plan.window <= 64 else 128, search)
-            self.ahead_of_attention = [self.regroup, self.prepare_and_pack]
-        else:
-            self.regroup = regroup("regroup").bind((plan.windows,), BLOCK, search)
-            plan_and_pack = regroup("plan_and_pack")
-            self.ahead_of_attention = [
-                plan_and_pack.bind((plan.windows + packers,), BLOCK, search, lists, values)
-            ]
+        self.regroup = regroup("regroup").bind((plan.windows,), BLOCK, search)
+        self.plan_and_pack = regroup("plan_and_pack").bind(
+            (plan.windows + packers,), BLOCK, search, lists, values
+        )
 
     def _regroup_params(self) -> np.ndarray:
         call, plan = self.call, self.plan

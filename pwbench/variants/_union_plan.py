@@ -18,8 +18,6 @@ MAX_PAGES = 1 << 16
 """Logical ids are 16 bits wide in page records."""
 SELECTION_BLOCKS = TOPK // 4
 """Blocks that pack what one query row selected (pack_values.cuh)."""
-BITMAP_PAGES = 512
-"""Capacity of the paper's form of the search (regroup_bitmap.cu)."""
 PACK_BLOCKS = {1: 8, 2: 6}
 """Blocks of 256 threads a multiprocessor can hold, each with an image in shared memory, by `value_bytes`."""
 
@@ -57,7 +55,6 @@ class Design:
             otherwise a cluster for each task.
         matching: search by matching (`pwbench.grouping.match`) instead of greedily (`regroup`); groups of 4
             in windows of at most 64 rows.
-        bitmap_search: search in the paper's form, where contexts fit its 512 pages; for comparison.
         programmatic: launches overlap the tail of the one before; the source must wait for it.
         defines: macros of the source.
         value_bytes: of an element of the V^T images that the source reads: 1, e4m3, or 2, f16.
@@ -71,7 +68,6 @@ class Design:
     search_window: int | None = None
     persistent: bool = False
     matching: bool = False
-    bitmap_search: bool = False
     programmatic: bool = False
     defines: Mapping[str, int] = field(default_factory=dict)
     value_bytes: int = 1

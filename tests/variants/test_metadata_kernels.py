@@ -94,13 +94,6 @@ class Run:
         self._search().launch("regroup", self.plan.windows, BLOCK, self._regroup_params(), shared=shared)
         return self.order
 
-    def regroup_bitmap(self) -> None:
-        defines = {"WINDOW": self.plan.window, "GROUP": self.plan.search_group}
-        entries = {"regroup_bitmap": ["RegroupParams"]}
-        program = compile_for_cpu(self.folder, "regroup_bitmap.cu", entries, defines)
-        threads = 64 if self.plan.window <= 64 else 128
-        program.launch("regroup_bitmap", self.plan.windows, threads, self._regroup_params())
-
     def plan_and_pack(self) -> None:
         params = (self._regroup_params(), self._prepare_params(None), self._pack_params())
         blocks, shared = self.plan.windows + self.packers, self.plan.regroup_shared
@@ -309,21 +302,6 @@ def test_search_alone_is_the_greedy_oracle_bit_for_bit(folder: Path, window: int
     call = make_call(window + group, (131, 0, 1, 70), kv_heads=2, selection="dirty")
     run = Run(folder, call, max(group, 8), window, group)
     np.testing.assert_array_equal(run.regroup(), greedy(call, window, group))
-
-
-@pytest.mark.parametrize("window", [64, 128])
-def test_search_in_the_papers_form_is_the_oracle_up_to_512_pages(folder: Path, window: int) -> None:
-    call = make_call(window, (131, 0, 70), prefix_lens=(0, 600, 66_000), kv_heads=2, selection="dirty")
-    call.topk[1, 131 + 66, 3] = 512  # visible, past the capacity, in the last window of either width
-    assert (supports(call)[0] >= 512).any(axis=-1).nonzero()[1].min() >= 131
-    run = Run(folder, call, 8, window)
-    run.regroup_bitmap()
-    expected = greedy(call, window, 8)
-    assert (expected != identity_order(2, 201)).any()
-    for head, row in zip(*(supports(call)[0] >= 512).any(axis=-1).nonzero(), strict=True):
-        first = 131 + (row - 131) // window * window
-        expected[head, first : first + window] = np.arange(first, min(first + window, 201))
-    np.testing.assert_array_equal(run.order, expected)
 
 
 def test_search_has_no_limit_on_pages(folder: Path) -> None:
