@@ -18,8 +18,8 @@ _AT_ONCE = 32
 def late_maxima(call: SparsePrefillCall, rows: int = SAMPLED_ROWS) -> float | None:
     """How often a running softmax would have to move its reference, per query row and KV head.
 
-    A row's pages are walked from the newest to the oldest, but for the newest after the next one where
-    fewer than `FEW_TOKENS` of it are seen. A head's reference is the largest logit of the first; a page
+    A row's pages are walked from the newest to the oldest; where fewer than `FEW_TOKENS` of the newest are
+    seen, it comes second. A head's reference is the largest logit of the first; a page
     that holds one of more than `LATE_OCTAVES` octaves (factors of two in probability) above it is a late
     maximum, counted once for however many heads, and its largest logit becomes the reference of those.
     Kernels that rescale what they have summed pay for each; those that read the pages in another order,
@@ -34,7 +34,7 @@ def late_maxima(call: SparsePrefillCall, rows: int = SAMPLED_ROWS) -> float | No
     """
     if not bool(call.q.any()):
         return None
-    pages, _ = supports(call)
+    pages, counts = supports(call)
     visible = visible_tokens(call)
     chosen = np.unique(np.linspace(0, call.total_q - 1, min(rows, call.total_q)).astype(np.int64))
     table = call.page_table.numpy()
@@ -42,7 +42,10 @@ def late_maxima(call: SparsePrefillCall, rows: int = SAMPLED_ROWS) -> float | No
     scale = call.softmax_scale * call.k_scale * math.log2(math.e)
     found = 0
     for head in range(call.kv_heads):
-        for part in np.array_split(np.arange(len(chosen)), -(-len(chosen) // _AT_ONCE)):
+        # A row without a page may be of a request without one, whose page table says nothing.
+        rows_with_pages = np.flatnonzero(counts[head, chosen])
+        for begin in range(0, len(rows_with_pages), _AT_ONCE):
+            part = rows_with_pages[begin : begin + _AT_ONCE]
             ids = -np.sort(-pages[head, chosen[part]].astype(np.int64), axis=1)  # newest first, -1 last
             physical = table[request[part, None], np.maximum(ids, 0)]
             tokens = ids[:, :, None] * PAGE + np.arange(PAGE)
