@@ -368,7 +368,7 @@ def _put(path: Path, recording: Recording, kind: str, overwrite: bool, stored: P
             return Made(path, "kept", rows, differ)
         if not same and not overwrite:
             return Made(path, "differs", rows, differ)
-        # Equal tables whose seeded tensors come from an older generator are written anew: nothing is lost.
+        # Equal tables with seeded tensors of an older generator are written anew: the selections stay.
         overwrite = True
     write(
         path,

@@ -47,7 +47,7 @@ class Capture:
 
     @property
     def replayable(self) -> bool:
-        """Whether this version knows the generator that makes its seeded tensors."""
+        """Whether this version knows the generator that makes its seeded tensors. Stored ones need none."""
         return self.manifest["tensors"].get("generator", seeded.GENERATOR) == seeded.GENERATOR
 
     @property

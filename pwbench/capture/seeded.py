@@ -32,7 +32,7 @@ GENERATOR = "pcg64-near-and-late/2"
 Q_STD = 2.1
 KV_STD = 1.0
 LATE_MAXIMA = 0.3
-"""Of a capture that does not say: as in the layers of the model at hand where they are rare."""
+"""Of a capture that does not say: few, near those 0.2 of the layers of the model at hand that have fewest."""
 CODED = 48
 KEPT = 512
 MARKS = 16
@@ -42,6 +42,7 @@ STRETCH = 64
 _Q_LEVELS = 1 << 16
 _KV_LEVELS = 1 << 8
 _MARK_BYTE = 0x3D  # 1.625 in e4m3
+_PAGES_AT_ONCE = 256  # their code takes twelve times their bytes while it is made
 _PERIOD = 1 << 14  # stretches after which codes and searches come again: 8 and 1 million tokens
 # Late maxima of a query when no head looks for a mark, and more for each head that does: a mark is borne by
 # one page in `MARKS`, so that among 15 pages and not in the first one it is found by half of them.
@@ -84,14 +85,17 @@ def cache(seed: int, logical: np.ndarray, kv_heads: int = 1) -> torch.Tensor:
     shape = (len(logical), kv_heads, PAGE, 2 * HEAD_DIM)
     count = int(np.prod(shape))
     codes = _kv_table()[_words(seed, _CACHE, count).view(np.uint8)[:count]].reshape(shape)
-    rows = np.flatnonzero(logical != INVALID)
-    pages = logical[rows]
-    signs = _code(seed, pages[:, None] * PAGE + np.arange(PAGE)) << 7
-    keys = codes[rows, :, :, :CODED]
-    codes[rows, :, :, :CODED] = keys & 0x7F | signs[:, None]
-    words = _words(seed, _PAGES, 8 * (int(logical.max(initial=0)) + 1))[pages]
-    marked, token = (words % MARKS).astype(np.int64), (words >> 32) % PAGE
-    codes[rows, :, token, :CODED] = (_MARK_BYTE | _marks(seed)[marked] << 7)[:, None]
+    valid = np.flatnonzero(logical != INVALID)
+    words = _words(seed, _PAGES, 8 * (int(logical.max(initial=0)) + 1))
+    marks = _marks(seed)
+    for begin in range(0, len(valid), _PAGES_AT_ONCE):
+        rows = valid[begin : begin + _PAGES_AT_ONCE]
+        pages = logical[rows]
+        signs = _code(seed, pages[:, None] * PAGE + np.arange(PAGE)) << 7
+        keys = codes[rows, :, :, :CODED]
+        codes[rows, :, :, :CODED] = keys & 0x7F | signs[:, None]
+        marked, token = (words[pages] % MARKS).astype(np.int64), (words[pages] >> 32) % PAGE
+        codes[rows, :, token, :CODED] = (_MARK_BYTE | marks[marked] << 7)[:, None]
     return torch.from_numpy(codes).view(torch.float8_e4m3fn)
 
 

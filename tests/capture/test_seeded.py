@@ -74,6 +74,19 @@ def test_late_maxima_come_as_often_as_declared(declared):
     assert late_maxima(tables.call(q, kv, 128**-0.5)) == pytest.approx(declared, rel=0.25, abs=0.05)
 
 
+@pytest.mark.parametrize(("declared", "taken"), [(-5.0, 0.0), (float("nan"), 0.0), (float("inf"), 99.0)])
+def test_late_maxima_that_no_call_can_have_are_the_nearest_that_one_can(declared, taken):
+    positions = np.arange(200)
+    assert torch.equal(seeded.queries(0, positions, 1, declared), seeded.queries(0, positions, 1, taken))
+
+
+def test_a_cache_does_not_depend_on_how_much_of_it_is_made_at_once(monkeypatch):
+    logical = np.array([3, -1, 0, 2, 1, -1])
+    whole = digest(seeded.cache(2, logical, 2))
+    monkeypatch.setattr(seeded, "_PAGES_AT_ONCE", 2)
+    assert digest(seeded.cache(2, logical, 2)) == whole
+
+
 def test_a_long_context_is_quick():
     begin = time.perf_counter()
     seeded.cache(0, np.arange(1024))
