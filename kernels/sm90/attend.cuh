@@ -15,7 +15,8 @@ __device__ __forceinline__ uint64_t keys_of(const Page& page) { return swizzle12
 __device__ __forceinline__ uint64_t values_of(const Page& page) { return keys_of(page) + KEYS_BYTES / 16; }
 
 /// A run: pages of one task for one tile, from `page`, whose scores these are, to the last, or to one that is too far
-/// behind the next to be held meanwhile. It `begins` its task, or goes on with it. Leaves that one in `page`, its P V in flight, and what comes next in `after`.
+/// behind the next to be held meanwhile. It `begins` its task, or goes on with it. The page it ends with is left in
+/// `page`, its P V in flight and its V^T held, and what comes next in `after`.
 __device__ __forceinline__ void attend_run(const Shared& shared, Rows& rows, Score (&scores)[SCORE_REGISTERS],
                                            uint32_t (&packed)[FRAGMENT_REGISTERS], Walk& walk, Page& page, Page& after,
                                            int warp, int seen, bool begins, uint64_t tile) {

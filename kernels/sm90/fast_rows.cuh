@@ -134,7 +134,8 @@ __device__ __forceinline__ void bound_scores(const Rows& rows, uint32_t (&scores
 
 /// Scores to probability codes, f16 between 1024 and 2048. Returns whether a row's offset moved; then
 /// `correction` is what the sums of rows r and r + 8 must be scaled by before this page is added.
-/// NaN becomes a code whose low byte is NaN in e4m3 too.
+/// NaN becomes a code whose low byte is NaN in e4m3 too. That a page is the rows' first need not be said: codes are made
+/// once, after the check.
 __device__ __forceinline__ bool exponentiate(Rows& rows, uint32_t (&scores)[HALF_SCORES], uint32_t (&codes)[32],
                                              int visible, float (&correction)[2], bool = false) {
     if (visible < PAGE) mask_scores(scores, visible);
