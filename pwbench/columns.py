@@ -34,6 +34,8 @@ capture | string | - | Name of the capture that was replayed.
 tables_sha256 | string | - | Hash of the capture's tables: equal hashes mean equal selections.
 kind | string | - | What the capture stores: full (tables and tensors) or tables.
 tensors | string | - | Where Q and KV came from: stored in the capture, or seeded random values.
+generator | string | - | What made seeded Q and KV; null where they were stored. Times on the values of two
+    generators are not compared.
 commit | string | - | pwbench commit that measured, with -dirty when the tree had changes.
 # What ran, and on what
 variant | string | - | The competitor's registered name.

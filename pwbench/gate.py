@@ -257,7 +257,7 @@ def _time_finding(where: tuple[str, str, str], old: Row, new: Row) -> Finding:
 
 def _refuse_unlike(old: list[Row], new: list[Row]) -> None:
     """Two files that were not measured alike are not compared at all."""
-    for name in ("device", "gpu", "precision", "mode", "l2", "tensors"):
+    for name in ("device", "gpu", "precision", "mode", "l2", "tensors", "generator"):
         before, after = ({row[name] for row in rows if row["status"] == "ok"} for rows in (old, new))
         if before != after:
             raise InputError(

@@ -196,6 +196,7 @@ class _Bench:
             **self.common,
             **one.facts,
             "tensors": entry.subject.tensors,
+            "generator": self.capture.generator if entry.subject.tensors == "seeded" else None,
             "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
             "variant": name,
             "precision": precision,

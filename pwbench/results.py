@@ -59,6 +59,9 @@ STAGES = ("search", "metadata", "attention", "reduction")
 CONFIG = ("device", "gpu", "precision", "mode", "l2")
 """Columns that must agree before two times may be compared (a baseline's precision excepted)."""
 
+INPUTS = ("tables_sha256", "tensors", "generator")
+"""Columns that say on which values a capture was run: with others its times may differ."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "kind": ("full", "tables"),
     "tensors": ("stored", "seeded"),

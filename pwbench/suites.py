@@ -364,7 +364,7 @@ def _put(path: Path, recording: Recording, kind: str, overwrite: bool, stored: P
     if path.exists():
         here = load(path)
         same = here.kind == kind and here.tables_sha256 == tables.sha256()
-        if same and here.replayable:
+        if same and (here.replayable or kind == "full"):
             return Made(path, "kept", rows, differ)
         if not same and not overwrite:
             return Made(path, "differs", rows, differ)

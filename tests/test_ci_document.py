@@ -47,7 +47,7 @@ def test_every_command_names_options_that_exist(document, workflow):
     for words in commands(document, workflow):
         command = main.get_command(click.Context(main), words[0])
         assert command is not None, words
-        context = click.Context(command, info_name=words[0])
+        context = click.Context(command, info_name=words[0], **command.context_settings)
         command.make_parser(context).parse_args(list(words[1:]))  # raises on an unknown option
 
 

@@ -161,6 +161,7 @@ def test_disturbed_samples_are_said(tmp_path):
         ({"mode": "eager"}, "differ in mode"),
         ({"l2": "warm"}, "differ in l2"),
         ({"tensors": "stored"}, "differ in tensors"),
+        ({"generator": "pcg64/2"}, "differ in generator"),
         ({"device": "cpu"}, "differ in device"),
         ({"capture": "other"}, "different captures"),
         ({"tables_sha256": "f" * 64}, "different captures"),

@@ -27,7 +27,7 @@ def test_every_command_of_the_readme_is_one_that_pwbench_understands(words: list
         name, *words = words or [""]
         if not name:
             return  # a group that does something by itself
-        context = click.Context(command, parent=context, info_name=name)
+        context = click.Context(command, parent=context, info_name=name, **command.context_settings)
         command = command.get_command(context, name)
         assert command is not None, f"there is no command {name}"
     files = [word for word in words if word in ("dump.safetensors", "FILE", "DIR")]

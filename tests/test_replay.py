@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from pwbench import capture, results, variants
+from pwbench.capture.seeded import GENERATOR
 from pwbench.cli.main import main
 from pwbench.columns import COLUMNS
 from pwbench.counters import count
@@ -113,6 +114,8 @@ def test_stored_and_seeded_tensors_are_told_apart(small_captures: Path) -> None:
     assert by_capture["two"]["tensors"] == "seeded" and by_capture["two"]["kind"] == "tables"
     seeded = replay([small_captures / "small" / "one"], ["union8"], samples=1, tensors="seeded")
     assert seeded[0]["tensors"] == "seeded"
+    names = [by_capture["one"]["generator"], by_capture["two"]["generator"], seeded[0]["generator"]]
+    assert names == [None, GENERATOR, GENERATOR]
 
 
 def test_both_kinds_of_tensors_are_timed_in_turn_in_one_session(small_captures: Path, tmp_path: Path) -> None:

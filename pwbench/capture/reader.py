@@ -46,9 +46,14 @@ class Capture:
         return self.manifest.get("synthetic") is not None
 
     @property
+    def generator(self) -> str:
+        """Name of what makes its seeded tensors."""
+        return str(self.manifest["tensors"].get("generator", seeded.GENERATOR))
+
+    @property
     def replayable(self) -> bool:
-        """Whether this version knows the generator that makes its seeded tensors. Stored ones need none."""
-        return self.manifest["tensors"].get("generator", seeded.GENERATOR) == seeded.GENERATOR
+        """Whether this version knows that generator."""
+        return self.generator == seeded.GENERATOR
 
     @property
     def tables_sha256(self) -> str:
@@ -121,7 +126,7 @@ class Capture:
         declared = self.manifest["tensors"]
         if not self.replayable:
             raise CaptureError(
-                f"{self.path}: seeded tensors come from generator {declared['generator']!r}, this version "
+                f"{self.path}: seeded tensors come from generator {self.generator!r}, this version "
                 f"has {seeded.GENERATOR!r}; record the capture again, or use the pwbench that wrote it."
             )
         tables, seed = self.tables, int(declared.get("seed", 0))

@@ -1,8 +1,8 @@
 """Tensors made from a seed, for captures that store only tables.
 
 The same seed gives the same bytes on every machine, library version and device: raw 64-bit words of
-NumPy's PCG64 (a stream NumPy promises to keep) index a table of normal quantiles and choose signs. Nothing
-depends on floating-point arithmetic at replay.
+NumPy's PCG64 (a stream NumPy promises to keep) index a table of normal quantiles and choose signs. No value
+comes of floating-point arithmetic but the table's, whose rounding to 8 and 16 bits forgives a last digit.
 
 What a running softmax costs, and the power that its products take, hang on where a query's large logits
 lie. Three traits of trained models are therefore built in; all else is independent noise:

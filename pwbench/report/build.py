@@ -17,7 +17,7 @@ from pwbench.report.model import (
     Scope,
     contender_of,
 )
-from pwbench.results import CHOICES, Row, rows_in_order
+from pwbench.results import CHOICES, INPUTS, Row, rows_in_order
 
 SUITE_ORDER = ("six", "six-2k", "five-64k", "batch")
 
@@ -52,7 +52,8 @@ def _fill(scope: Scope) -> list[str]:
     """Split the scope's rows into current cells and what is missing.
 
     Returns:
-        The captures, ``suite/capture``, with rows that were measured on other selections and are left out.
+        The captures, ``suite/capture``, with rows that were measured on other selections, or on seeded
+        tensors of another generator, and are left out.
     """
     rows, remeasured = scope.others, []
     scope.others = [row for row in rows if row["status"] == "ok"]
@@ -63,9 +64,13 @@ def _fill(scope: Scope) -> list[str]:
             remeasured.append(f"{scope.suite}/{capture}")
             mine = [row for row in mine if row["tables_sha256"] == tables]
         tensors = _prevalent([row["tensors"] for row in mine if row["status"] == "ok"])
+        alike = [row for row in mine if row["status"] == "ok" and row["tensors"] == tensors]
+        generator = alike[-1]["generator"] if alike else None
+        if any(row["generator"] != generator for row in alike):
+            remeasured.append(f"{scope.suite}/{capture}")
         current: dict[Contender, Row] = {}
         for row in mine:
-            if row["status"] != "ok" or row["tensors"] == tensors:
+            if row["status"] != "ok" or (row["tensors"], row["generator"]) == (tensors, generator):
                 current[contender_of(row)] = row
         for contender, row in current.items():
             if row["status"] == "ok":
@@ -122,7 +127,7 @@ def _bring_together(scope: Scope) -> None:
             row["session"]
             for row in scope.others
             if (row["variant"], row["capture"], row["precision"]) == (scope.baseline, capture, precision)
-            and (row["tensors"], row["tables_sha256"]) == (current["tensors"], current["tables_sha256"])
+            and all(row[name] == current[name] for name in INPUTS)
         }
         shared = [
             row
@@ -135,7 +140,7 @@ def _bring_together(scope: Scope) -> None:
 
 def _same_program(row: Row, current: Row) -> bool:
     """Whether ``row`` could stand for ``current``: known to be the same code on the same inputs."""
-    alike = ("commit", "tensors", "tables_sha256", "peer")
+    alike = ("commit", "peer", *INPUTS)
     return bool(current["commit"]) and all(row[name] == current[name] for name in alike)
 
 

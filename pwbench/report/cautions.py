@@ -18,7 +18,7 @@ def gather(scopes: Sequence[Scope], remeasured: Sequence[str] = ()) -> list[Caut
     """Every cause for caution in ``scopes``, once, with the count of rows over all of them.
 
     Args:
-        remeasured: captures, ``suite/capture``, with older rows on other selections.
+        remeasured: captures, ``suite/capture``, with older rows on other selections or seeded tensors.
     """
     made = [
         _other_selections(remeasured),
@@ -34,7 +34,10 @@ def gather(scopes: Sequence[Scope], remeasured: Sequence[str] = ()) -> list[Caut
 def _other_selections(captures: Sequence[str]) -> Caution | None:
     if not captures:
         return None
-    text = f"On {_captures(len(captures))} older rows were measured on other selections and are left out."
+    text = (
+        f"On {_captures(len(captures))} older rows were measured on other selections, or on seeded tensors "
+        "of another generator, and are left out."
+    )
     return Caution(text, tuple(captures))
 
 

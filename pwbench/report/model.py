@@ -23,7 +23,7 @@ from pwbench.report.contenders import (
     compare,
     contender_of,
 )
-from pwbench.results import CHOICES, Row
+from pwbench.results import CHOICES, INPUTS, Row
 
 DEFAULT_BASELINE = "flashinfer"
 CPU_BASELINE = "reference"
@@ -199,8 +199,7 @@ class Scope:
             if row["variant"] == self.baseline
             and row["capture"] == capture
             and row["precision"] == precision
-            and row["tensors"] == own["tensors"]
-            and row["tables_sha256"] == own["tables_sha256"]
+            and all(row[name] == own[name] for name in INPUTS)
         ]
         windows = (contender.window, DEFAULT_WINDOW, None)
         return max(
@@ -310,7 +309,7 @@ class Scope:
             current = self.cells.get((twin, capture))
             if current is None:
                 continue
-            alike = ("capture", "session", "tensors", "tables_sha256")
+            alike = ("capture", "session", *INPUTS)
             same = [
                 row
                 for row in self.others

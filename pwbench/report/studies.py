@@ -11,7 +11,7 @@ from pwbench import stats
 from pwbench.report.cells import Table, clock, count, interval, percent, times
 from pwbench.report.contenders import Contender, Gain, compare, contender_of, samples_of
 from pwbench.report.model import Report, Scope
-from pwbench.results import Row
+from pwbench.results import INPUTS, Row
 
 OURS = ("union8", "pageweaver", "page-union")
 """How the names of pwbench's own kernels begin: what their rows say in ``peer`` is no library."""
@@ -311,7 +311,7 @@ def cache(report: Report, scopes: Iterable[Scope]) -> Table:
 def _cold_and_warm(cold: Scope, warm: Scope, contender: Contender, capture: str) -> tuple[Row, Row]:
     """The current warm row and the cold one of its session and tensors, or else the current cold one."""
     row = warm.cells[contender, capture]
-    alike = ("capture", "session", "tensors", "tables_sha256")
+    alike = ("capture", "session", *INPUTS)
     same = [
         other
         for other in cold.others

@@ -20,7 +20,7 @@ def _everything() -> list[tuple[str, ...]]:
     def walk(command: click.Command, words: tuple[str, ...]) -> None:
         found.append(words)
         if isinstance(command, click.Group):
-            context = click.Context(command)
+            context = click.Context(command, **command.context_settings)
             for name in command.list_commands(context):
                 child = command.get_command(context, name)
                 assert child is not None, f"{name} is listed and cannot be found"

@@ -127,6 +127,18 @@ def test_rows_measured_on_other_selections_are_left_out_with_a_warning(tmp_path)
     assert any("other selections" in warning for warning in report.warnings)
 
 
+def test_rows_on_seeded_tensors_of_another_generator_are_left_out_with_a_warning(tmp_path):
+    rows = [row("flashinfer", complete_us=200), row("union8", complete_us=150),
+            row("flashinfer", complete_us=300, generator="pcg64/2", created_utc="2026-03-01"),
+            row("union8", complete_us=100, generator="pcg64/2", created_utc="2026-03-01")]  # fmt: skip
+    report = report_of(tmp_path, rows)
+    assert geomeans(report)["union8 (fast)"] == pytest.approx(3, rel=0.02)
+    assert any("of another generator" in warning for warning in report.warnings)
+    # Nor does the baseline of the old one stand in for a missing new one.
+    alone = report_of(tmp_path, [rows[0], rows[3]])
+    assert "union8 (fast)" not in geomeans(alone)
+
+
 def test_seeded_and_stored_tensors_of_one_capture_are_not_mixed(tmp_path):
     rows = [row("flashinfer", complete_us=200), row("union8", complete_us=100),
             row("flashinfer", complete_us=400, tensors="stored"),
