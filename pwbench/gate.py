@@ -17,7 +17,7 @@ import pandas as pd
 from pwbench import counter_baseline, stats, variants
 from pwbench.errors import InputError
 from pwbench.report.contenders import samples_of
-from pwbench.results import Row, rows_in_order
+from pwbench.results import CONFIG, Row, rows_in_order
 from pwbench.variants import Variant
 
 COUNTERS = (
@@ -257,7 +257,7 @@ def _time_finding(where: tuple[str, str, str], old: Row, new: Row) -> Finding:
 
 def _refuse_unlike(old: list[Row], new: list[Row]) -> None:
     """Two files that were not measured alike are not compared at all."""
-    for name in ("device", "gpu", "precision", "mode", "l2", "tensors", "generator"):
+    for name in (*CONFIG, "tensors", "generator"):
         before, after = ({row[name] for row in rows if row["status"] == "ok"} for rows in (old, new))
         if before != after:
             raise InputError(

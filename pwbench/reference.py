@@ -77,8 +77,8 @@ def attend(
                 tokens = logical[:, :, None].astype(np.int64) * PAGE + np.arange(PAGE)
                 out[_on(part, call.device), heads] = _attend_batch(
                     call.q[_on(chosen[part], call.device), heads].to(dtype),
-                    _gather(call.k, head, table[request[part, None], logical]).to(dtype),
-                    _gather(call.v, head, table[request[part, None], logical]).to(dtype),
+                    gather(call.k, head, table[request[part, None], logical]).to(dtype),
+                    gather(call.v, head, table[request[part, None], logical]).to(dtype),
                     _on((tokens < visible[part, None, None]).reshape(len(part), -1), call.device),
                     call.softmax_scale * call.k_scale,
                     call.v_scale,
@@ -120,8 +120,9 @@ def _attend_batch(
     return torch.softmax(logits, dim=-1) @ values * v_scale
 
 
-def _gather(cache: torch.Tensor, head: int, physical: np.ndarray) -> torch.Tensor:
-    """Tokens of the pages ``physical [n, m]`` of one KV head, ``[n, m * P, D]``, still FP8."""
+def gather(cache: torch.Tensor, head: int, physical: np.ndarray) -> torch.Tensor:
+    """Tokens of one KV head on the cache rows ``physical [n, m]``: of ``cache [n_pages, Hkv, P, D]`` (keys or
+    values), ``[n, m * P, D]``, still FP8."""
     rows = _on(physical.astype(np.int64), cache.device)
     # Bytes, because indexing is not implemented for FP8 everywhere.
     picked = cache.view(torch.uint8)[rows, head]

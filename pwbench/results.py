@@ -35,6 +35,7 @@ __all__ = [
     "CHOICES",
     "COLUMNS",
     "CONFIG",
+    "INPUTS",
     "STAGES",
     "Column",
     "Row",

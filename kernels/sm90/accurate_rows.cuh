@@ -17,7 +17,6 @@ constexpr int FRAGMENT_REGISTERS = 32;  // A fragments of P V
 using Score = float;
 constexpr uint32_t LARGEST_PROBABILITY = 0x7800;  // 2^15 in f16
 constexpr uint32_t F32_NAN = 0x7fffffff;
-constexpr uint32_t NAN_PAIR = 0x7fff7fff;  // in f16
 
 struct Rows {
     float o[SCORES];

@@ -33,7 +33,6 @@ constexpr uint32_t LARGEST_CODE = 0x57c8;            // 124.5 in f16: what round
 // out as if nothing were selected.
 constexpr float LARGEST_OFFSET = 60000;
 constexpr uint32_t PAIR_OF_1024 = 0x64006400;        // f16 counts in ones from here to 2048
-constexpr uint32_t NAN_PAIR = 0x7fff7fff;
 
 /// Scale of a Q row for f16 scores, and codes per unit of score, twice.
 /// The row, times the mantissa of `scale_log2`, is brought into [0.5, 1): |score| < 448 * 128, which

@@ -17,6 +17,7 @@ constexpr int KEYS_BYTES = PAGE * HEAD_DIM;       // K page, and V page, in e4m3
 constexpr int ONES_BYTES = 8 * PAGE;              // eight rows of ones below V^T: the denominator's columns
 constexpr int SCORES = 64;                        // accumulator registers of a 64 x 128 product
 constexpr int CHAINED = 68;                       // of a 64 x 136 product: output and denominator
+constexpr uint32_t NAN_PAIR = 0x7fff7fff;         // in f16
 
 /// Address inside a tile with 128-byte rows and the 128-byte swizzle.
 __device__ __forceinline__ uint32_t swizzled(int row, int byte) {

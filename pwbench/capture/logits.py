@@ -7,7 +7,16 @@ import math
 import numpy as np
 import torch
 
-from pwbench.operator import GROUP_HEADS, INVALID, PAGE, SparsePrefillCall, supports, visible_tokens
+from pwbench.operator import (
+    GROUP_HEADS,
+    INVALID,
+    PAGE,
+    SparsePrefillCall,
+    request_of_rows,
+    supports,
+    visible_tokens,
+)
+from pwbench.reference import gather
 
 LATE_OCTAVES = 4.5
 FEW_TOKENS = 32
@@ -38,7 +47,7 @@ def late_maxima(call: SparsePrefillCall, rows: int = SAMPLED_ROWS) -> float | No
     visible = visible_tokens(call)
     chosen = np.unique(np.linspace(0, call.total_q - 1, min(rows, call.total_q)).astype(np.int64))
     table = call.page_table.numpy()
-    request = np.searchsorted(call.cu_seqlens_q.numpy(), chosen, side="right") - 1
+    request = request_of_rows(call.cu_seqlens_q.numpy())[chosen]
     scale = call.softmax_scale * call.k_scale * math.log2(math.e)
     found = 0
     for head in range(call.kv_heads):
@@ -61,9 +70,9 @@ def _tops(
     call: SparsePrefillCall, head: int, rows: np.ndarray, physical: np.ndarray, seen: np.ndarray
 ) -> torch.Tensor:
     """Largest raw logit of each head on each page, ``[rows, pages, 16]`` float32; -inf where none is seen."""
-    keys = call.k.view(torch.uint8)[torch.from_numpy(physical.astype(np.int64)), head]
+    keys = gather(call.k, head, physical).unflatten(1, (-1, PAGE)).float()
     q = call.q[torch.from_numpy(rows), head * GROUP_HEADS : (head + 1) * GROUP_HEADS].float()
-    logits = keys.view(torch.float8_e4m3fn).float() @ q.transpose(1, 2)[:, None]
+    logits = keys @ q.transpose(1, 2)[:, None]
     return torch.where(torch.from_numpy(seen)[..., None], logits, -torch.inf).amax(dim=2)
 
 

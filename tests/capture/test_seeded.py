@@ -1,6 +1,5 @@
 import hashlib
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +7,6 @@ import torch
 
 from pwbench.capture import load, seeded
 from pwbench.capture.logits import late_maxima
-
-CAPTURES = Path(__file__).resolve().parents[2] / "captures"
 
 
 def digest(tensor):
@@ -66,9 +63,9 @@ def test_every_request_sees_its_own_pages_signs_whatever_row_they_lie_in():
 
 
 @pytest.mark.parametrize("declared", [0.05, 0.5, 1.4])
-def test_late_maxima_come_as_often_as_declared(declared):
+def test_late_maxima_come_as_often_as_declared(declared, repository):
     """On selections of a real model, spread over a long context."""
-    tables = load(CAPTURES / "six-2k" / "docs-a-32k-l4").tables
+    tables = load(repository / "captures" / "six-2k" / "docs-a-32k-l4").tables
     q = seeded.queries(0, tables.positions, tables.kv_heads, declared)
     kv = seeded.cache(0, seeded.logical_pages(tables.page_table, tables.cache_pages), tables.kv_heads)
     assert late_maxima(tables.call(q, kv, 128**-0.5)) == pytest.approx(declared, rel=0.25, abs=0.05)
